@@ -276,24 +276,6 @@ def test_published_series_are_those_of_the_table(
         assert all(metric.labels.keys() == set(row.labels) for metric in series)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("pytorch_py_requests_total", MetricFamily.GAUGE),
-        ("pytorch_py_poisoned", MetricFamily.COUNTER),
-    ],
-)
-def test_a_name_that_is_taken(name: str, kind: int, tmp_path: Path) -> None:
-    """The load fails with the name and what to do, and leaves no thread behind."""
-    MetricFamily(name, "of another backend", kind)
-    with pytest.raises(TritonModelException) as refusal:
-        load(tmp_path, judge())
-    assert (
-        f"Triton refuses the metric {name} (Family name already exists with different type)"
-    ) in str(refusal.value)
-    assert not [thread for thread in threading.enumerate() if thread.name == "metrics"]
-
-
 def test_a_server_without_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server without metrics is queried once; the model serves."""
 

@@ -149,7 +149,7 @@ class TritonPythonModel:
                 self._engine, self._on_fatal, self._status.idle, contexts, profiler
             )
             self._modes.callback(self._streaming.close)
-            self._publisher.follow(streams=self._streaming.streams)
+            self._publisher.sources.streams = self._streaming.streams
         else:
             self._answering = self._create_answering(contexts)
             answer: Callable[[Sequence[Request]], Any] = self._answering.answer
@@ -157,6 +157,7 @@ class TritonPythonModel:
                 self._modes.enter_context(profiler.running())
                 answer = profiler.batch()(answer)  # as a decorator: each call enters a new one
             self._answer = answer
+        self._publisher.start()
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.
         gc.collect()
@@ -188,7 +189,7 @@ class TritonPythonModel:
         how: dict[str, Any] = {}
         if config.sequencing is not None:
             reader = messages.SequenceReader(engine)
-            self._publisher.follow(sequences=reader.sequences)
+            self._publisher.sources.sequences = reader.sequences
             read = reader.read
             run = engine.pipeline(steps=reader.steps, traced=contexts is not None)
             # Cancelled steps run, too: the next step needs their states.

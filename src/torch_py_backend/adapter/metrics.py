@@ -14,16 +14,13 @@ import logging
 import math
 import threading
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend.adapter import logs
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.metrics import TABLE, Family, Sources
-from torch_py_backend.engine.streams import Streams
-from torch_py_backend.errors import PlatformError
-from torch_py_backend.pipeline.sequences import Sequences
+from torch_py_backend.engine.metrics import OF_LOAD, TABLE, Family, Sources, Values
 from torch_py_backend.processes.instance_status import InstanceStatus
 
 log = logging.getLogger(__name__)
@@ -32,52 +29,56 @@ _SECONDS = 1.0
 # The error of Triton's core if it was built without metrics.
 _WITHOUT_METRICS = "metrics not supported"
 
+_Series: TypeAlias = "dict[tuple[str, str], tuple[Any, float]]"
+
 
 class Publisher:
-    """Publishes an instance's counters and gauges until it is closed; frees idle sequences.
+    """Publishes an instance's counters and gauges until it is closed.
 
-    Raises:
-        PlatformError: Triton refuses a metric.
+    Attributes:
+        sources: what is published; complete when the publisher starts.
     """
 
     def __init__(self, engine: Engine, status: InstanceStatus) -> None:
-        self._config = engine.config
-        self._sources = Sources(engine, status)
-        self._before = {row.name: row.read(self._sources) for row in TABLE if not row.of_load}
+        self.sources = Sources(engine, status)
+        # Of counters, what was counted before, as by the warm-up.
+        self._before = self.sources.read()
         # Triton's metrics and their last values, by the name of the family and its own label. None:
         # this server has no metrics.
-        self._series: dict[tuple[str, str], tuple[Any, float]] | None = {}
+        self._series: _Series | None = {}
         self._publishes = True  # until Triton refuses a value
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self.publish()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._thread.start()
 
-    def follow(self, *, streams: Streams | None = None, sequences: Sequences | None = None) -> None:
-        """Publish the metrics of the instance's streams or sequences from now on.
+    def start(self) -> None:
+        """Publish for the first time, and then periodically.
 
         Raises:
-            PlatformError: Triton refuses a metric.
+            TritonModelException: Triton refuses a metric.
         """
-        self._sources.streams, self._sources.sequences = streams, sequences
         self.publish()
+        self._thread.start()
 
     def publish(self) -> None:
         """Publish all current values. May be called in any thread."""
         with self._lock:
+            values = self.sources.read()
             for row in TABLE:
                 if self._series is not None:
-                    self._publish_row(row, self._series)
+                    self._publish_row(row, values.get(row.name, {}), self._series)
 
-    def _publish_row(self, row: Family, series: dict[tuple[str, str], tuple[Any, float]]) -> None:
+    def _publish_row(self, row: Family, read: Values, series: _Series) -> None:
         # Gauges without a value any more become 0: all of them, once the instance has ended.
-        values: dict[str, float] = {
-            label: 0 for name, label in series if name == row.name and not row.grows
-        }
+        values: dict[str, float] = {}
+        for name, label in series:
+            if name == row.name and not row.grows:
+                values[label] = 0
         if row.grows or not self._closed.is_set():
-            values |= row.read(self._sources)
-        before = self._before.get(row.name, {}) if row.grows else {}
+            values.update(read)
+        before: Values = {}
+        if row.grows and row.name not in OF_LOAD:
+            before = self._before.get(row.name, {})
         for label, current in values.items():
             logs.end_if_orphaned()
             if (row.name, label) not in series:
@@ -99,12 +100,8 @@ class Publisher:
             time.sleep(0)  # release the GIL for a request
 
     def _create(self, row: Family, label: str) -> Any:
-        """Return Triton's metric for a family and the value of its own label; None: it has none.
-
-        Raises:
-            PlatformError: Triton refuses it.
-        """
-        config = self._config
+        """Return Triton's metric for a family and the value of its own label; None: it has none."""
+        config = self.sources.engine.config
         known = {
             "model": config.name,
             "version": config.version,
@@ -119,13 +116,7 @@ class Publisher:
         except pb_utils.TritonModelException as error:
             if _WITHOUT_METRICS in str(error):
                 return None
-            reason = str(error).rpartition("message: ")[2]
-            raise PlatformError(
-                f"Triton refuses the metric {row.name} ({reason})",
-                expected="a server where nothing else has a metric of that name and another kind",
-                cure="Rename the metric of the model or backend that has it, and restart the"
-                " server: Triton keeps names until it ends.",
-            ) from error
+            raise
         # Never freed, not even when the process ends: some servers then free memory that other
         # instances of the model still use, and crash (triton-inference-server/server#8663).
         for leaked in (family, metric):
@@ -134,11 +125,10 @@ class Publisher:
 
     def close(self) -> None:
         """Publish the last counts and the end of the instance. May be called twice."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        self._thread.join()
-        self.try_publish()
+        if self._thread.is_alive():
+            self._closed.set()
+            self._thread.join()
+            self.try_publish()
 
     def _run(self) -> None:
         while not self._closed.wait(_SECONDS):
