@@ -142,10 +142,6 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
         assert says in error
         assert "\n" not in error
         assert "traceback" not in reports[name]
-    # The innermost line of the model's own files is named, and no line of a library.
-    source = "return torch.relu(x) @ torch.ones(3, 2)"
-    at = f"/raises_in_completion/1/helper.py:6 in refuse: {source}"
-    assert reports["raises_in_completion"]["at"].endswith(at)
 
 
 @pytest.mark.parametrize("name", refused_configs.TABLE)
@@ -167,8 +163,7 @@ def test_traceback_is_printed_below_the_error(here: None, tmp_path: Path) -> Non
     _lay_out(tmp_path, "raises")
     done = run("check", "--traceback", str(tmp_path))
     assert done.returncode == 1
-    error, _, text = done.stdout.partition("Traceback (most recent call last):\n")
-    assert "helper.py:6 in refuse" in error
+    _, _, text = done.stdout.partition("Traceback (most recent call last):\n")
     assert 'model.py", line 8, in forward\n    return refuse(x)\n' in text
 
 

@@ -98,7 +98,7 @@ def test_choice(write: bool, is_set: bool, tmp_path: Path) -> None:
     model = _model(tmp_path, text)
     done = command_line.run("tune", str(model), *["--write"] * write)
     assert "fastest: freeze (2.00 in latency, 2.00 in rows/s)" in done.stdout
-    assert "channels_last: it hangs [/]." in done.stdout
+    assert "it hangs [/]." in done.stdout
     line = _SETTING.format("OPTIMIZE", "freeze")
     assert line in done.stdout
     assert (model / "config.pbtxt").read_text() == text + line * (write and not is_set)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +18,6 @@ from torch_py_backend.errors import BackendError, ConfigError, ToolError, named
 from torch_py_backend.model_folders import trial
 from torch_py_backend.server import preflight
 
-# A frame of a traceback: file, line number, function and source line.
-_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n +(.+))?', re.MULTILINE)
 _COLORS = {"OK": "green", "FAILED": "red", "SKIPPED": "yellow", "PROBLEM": "red"}
 
 
@@ -80,12 +77,6 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
         report = trial.inspect(folder, version, document, seconds=timeout)
     except BackendError as error:
         report = {"model": folder.name, "error": named(folder.name, error), "notes": notes}
-        frames = [
-            f"{file}:{line} in {function}" + (f": {source}" if source else "")
-            for file, line, function, source in _FRAME.findall(error.traceback)
-            if Path(file).is_relative_to(folder)
-        ]
-        report["at"] = frames[-1] if frames else ""  # the innermost one of the model's files
         return report | ({"traceback": error.traceback} if traceback else {})
     return {"model": folder.name, "version": version, "notes": notes, **report}
 
@@ -106,7 +97,6 @@ def print_model(console: Console, report: Mapping[str, Any]) -> None:
         text = f"{report['model']}: served by {report['skipped']}"
     elif outcome == "FAILED":
         text = report["error"]
-        lines["at"] = report["at"]
     else:
         text = f"{report['model']} {report['version']}"
         rows = report["max_batch_size"]
