@@ -190,9 +190,9 @@ def test_no_shard_leads_out_of_the_folder(tmp_path: Path, process: None, shard: 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    return tmp_path / "home"
+    return tmp_path / "home" / ".cache"
 
 
 def _start(folder: Path, **options: Any) -> Path:
@@ -255,13 +255,3 @@ def test_compiled_code_that_others_could_have_written(
     with pytest.raises(PlatformError, match="'compile_cache', which cannot be used: "):
         _start(tmp_path, compile_cache_dir="compile_cache")
     assert sorted((tmp_path / "compile_cache").rglob("*")) == before
-
-
-@pytest.mark.parametrize("name", ["../elsewhere", "a\0", "~nobody of this name/x", "link"])
-def test_cache_that_leads_out_of_the_folder(tmp_path: Path, home: Path, name: str) -> None:
-    """A relative COMPILE_CACHE_DIR stays in the model's folder."""
-    folder = tmp_path / "digits"
-    folder.mkdir()
-    (folder / "link").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="COMPILE_CACHE_DIR"):
-        _start(folder, compile_cache_dir=name)

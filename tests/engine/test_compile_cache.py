@@ -23,9 +23,9 @@ from torch_py_backend.processes import private_files
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    return tmp_path / "home" / "torch-py-backend" / "compile_cache" / build.MODEL
+    return tmp_path / "home" / ".cache" / "torch-py-backend" / "compile_cache" / build.MODEL
 
 
 def used(folder: Path, **options: Any) -> Path:
@@ -51,7 +51,7 @@ def test_model_folder_that_cannot_be_written(
     assert f"compiled code is kept in {home}, because" in caplog.text
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "compile_cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "compile_cache"))
     assert used(tmp_path).is_relative_to(tmp_path / "tmp")
 
 
@@ -69,7 +69,7 @@ def test_cache_in_an_image(
         (Path(name) / "home").mkdir()
         os.chown(Path(name) / "home", 12345, -1)
         Path(name).chmod(0o755)
-        monkeypatch.setenv("XDG_CACHE_HOME", f"{name}/home")
+        monkeypatch.setenv("HOME", f"{name}/home")
         os.seteuid(12345)
         try:
             cache = used(folder)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch_py_backend import files
 from torch_py_backend.config import options
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError, LoadError, PlatformError, summarize
+from torch_py_backend.errors import LoadError, PlatformError, summarize
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.pipeline.run import Counts
 from torch_py_backend.processes import private_files
@@ -171,7 +171,6 @@ def cached(config: ModelConfig) -> Iterator[None]:
     code within is done.
 
     Raises:
-        ConfigError: COMPILE_CACHE_DIR is a path outside of the model's folder.
         PlatformError: COMPILE_CACHE_DIR cannot be used.
     """
     from torch._inductor import config as inductor  # noqa: PLC0415  slow to import
@@ -180,7 +179,8 @@ def cached(config: ModelConfig) -> Iterator[None]:
     # on a new machine would compile them. torch 2.6 has no such option.
     with contextlib.suppress(AttributeError):
         inductor.cpp_cache_precompile_headers = False
-    shipped = _resolve(config)
+    option = config.options.compile_cache_dir or _FOLDER
+    shipped = (config.folder / Path(option).expanduser()).resolve()
     folder = _choose(config, shipped)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     with contextlib.ExitStack() as stack:
@@ -190,23 +190,6 @@ def cached(config: ModelConfig) -> Iterator[None]:
         if (folder / _GRAPHS).exists():
             stack.close()
         yield
-
-
-def _resolve(config: ModelConfig) -> Path:
-    """Return the configured folder: inside the model's folder, or an absolute path."""
-    option = config.options.compile_cache_dir or _FOLDER
-    try:
-        path = Path(option).expanduser()
-        folder = (config.folder / path).resolve()
-        allowed = path.is_absolute() or folder.is_relative_to(config.folder.resolve())
-    except (OSError, ValueError, RuntimeError):  # a NUL, an unknown user, circular links
-        allowed = False
-    if not allowed:
-        raise ConfigError(
-            f"COMPILE_CACHE_DIR is '{option}'",
-            expected="a folder in the model's own, or an absolute path",
-        )
-    return folder
 
 
 def _choose(config: ModelConfig, folder: Path) -> Path:
@@ -219,11 +202,9 @@ def _choose(config: ModelConfig, folder: Path) -> Path:
             f"COMPILE_CACHE_DIR is '{option}', which cannot be used: {obstacle}",
             cure="Name a folder that this user can write, and no other.",
         )
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    with contextlib.suppress(RuntimeError):  # the user has no home
-        home = home.expanduser()
-    replacement = home / "torch-py-backend" / _FOLDER / config.name
-    if not home.is_absolute() or _obstacle(replacement):
+    home = Path(os.environ.get("HOME") or "/")
+    replacement = home / ".cache" / "torch-py-backend" / _FOLDER / config.name
+    if _obstacle(replacement):
         replacement = private_files.shared_folder() / _FOLDER / config.name
         replacement.mkdir(parents=True, exist_ok=True)
     log.warning(

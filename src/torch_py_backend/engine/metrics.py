@@ -91,7 +91,7 @@ TABLE = (
     Family("pytorch_py_stream_responses_total", "Responses of streams, without errors"),
     Family("pytorch_py_live_streams", "Streams of responses that have begun and not ended"),
     Family("pytorch_py_stepped_streams_total", "Streams in calls of step()"),
-    Family("pytorch_py_sequences", "Sequences that have begun and not ended"),
+    Family("pytorch_py_sequences", "Sequences whose states are kept"),
     Family(
         "pytorch_py_device_memory_allocated_bytes",
         "Device memory in tensors of an instance",
