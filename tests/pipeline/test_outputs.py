@@ -239,18 +239,13 @@ def test_memory_is_what_triton_reads(part: Tensor) -> None:
 
 
 def test_finite() -> None:
-    """Only types with NaN are checked, and the error names the first such output."""
+    """The error names the first output that is not finite; strings and integers are finite."""
     specs = (build.spec("n", "INT64"), build.spec("a"), build.spec("b"), build.spec("s", "BYTES"))
     finite = extraction.Finite(build.config(outputs=specs))
-    words = np.array([["a"]], dtype=np.object_)
     good, bad = torch.ones(1, 1), torch.tensor([[torch.inf]])
-    outputs: list[Value] = [torch.ones(1, 1, dtype=torch.int64), good, bad, words]
-    assert not finite.holds(outputs)
-    assert finite.holds([*outputs[:2], good, words])
-    assert finite.refusal({"n": outputs[0], "a": good, "b": good, "s": words}) is None
-    assert "output 'b' holds NaN or infinity" in str(
-        finite.refusal({"n": outputs[0], "a": good, "b": bad, "s": words})
-    )
+    result: dict[str, Value] = {"n": good.long(), "a": good, "b": good, "s": np.array([["a"]])}
+    assert finite.checked(result) is result
+    assert "output 'b' holds NaN or infinity" in str(finite.checked(result | {"b": bad}))
 
 
 # --- strings ---------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Outputs(NamedTuple):
         names: the names of the columns.
         extract: returns them for a number of rows.
         copy: copies a column.
-        finite: checks outputs; None: they are not checked, or after hooks.
+        finite: checks results; None: they are not checked.
     """
 
     names: tuple[str, ...]
@@ -45,15 +45,16 @@ class Outputs(NamedTuple):
 
 def outputs_of(config: ModelConfig, loaded: Loaded, hooked: HookedPipeline | None) -> Outputs:
     """Return how the results of a model become outputs."""
+    finite = Finite(config) if config.options.check_finite else None
     if hooked is not None and hooked.hooks.postprocess is not None:  # after scatter
-        return Outputs((ROWS,), hooked.split, hook_stages.copy_rows)
+        return Outputs((ROWS,), hooked.split, hook_stages.copy_rows, finite)
     extractor = OutputExtractor(
         config, f"{loaded.returns}()", torchscript=loaded.signature.torchscript
     )
     return Outputs(
         tuple(spec.name for spec in config.outputs),
         extractor.extract,
-        finite=Finite(config) if config.options.check_finite else None,
+        finite=finite,
     )
 
 
@@ -85,6 +86,9 @@ def chosen(
     before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...] = ()
     after: tuple[Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]], ...] = ()
     hooked, counts = made.hooked, made.counts
+    finite = None
+    if made.outputs.finite is not None:
+        finite, writer = partial(_each, made.outputs.finite.checked), None
     if steps is not None:
         before, after = (steps.attach,), (steps.keep,)
     guarded = partial(stages.guarded, made.failures)
@@ -93,6 +97,8 @@ def chosen(
     if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
         finish = Postprocessing(config, hook, guarded, writer).finish
         after = (stages.timed(counts, "postprocess_seconds", finish),)
+    if finite is not None:  # after hooks, and before states are kept
+        after = (*after, finite) if steps is None else (finite, *after)
     outputs = made.outputs
     fill = stages.filled(made.rows, outputs.extract, outputs.copy, counts)
     limited = made.rows.most is not None and made.rows.most < config.max_batch_size
@@ -108,6 +114,12 @@ def chosen(
         scatter=_scatter(made, writer if not after else None),
         after=after,
     )
+
+
+def _each(
+    check: Callable[[Result], Result], results: Sequence[Result], _: Sequence[Entry]
+) -> Sequence[Result]:
+    return list(map(check, results))
 
 
 # --- inputs ------------------------------------------------------------------------------------
@@ -174,11 +186,11 @@ def _fetch(made: Engine) -> Callable[[Sequence[Value]], Sequence[Value]] | None:
 
 
 def _scatter(made: Engine, writer: Scatter | None) -> Scatter:
-    config, names, finite = made.config, made.outputs.names, made.outputs.finite
+    config, names = made.config, made.outputs.names
     states = {state.output for state in config.states}
     places = [place for place, name in enumerate(names) if name in states]
     ragged = Ragged(config) if config.batch_outputs else None
-    is_plain = not places and ragged is None and made.padding is None and finite is None
+    is_plain = not places and ragged is None and made.padding is None
     if is_plain and writer is not None:
         return writer
-    return stages.ScatterByName(names, places, ragged, made.padding, finite)
+    return stages.ScatterByName(names, places, ragged, made.padding)

@@ -99,8 +99,8 @@ class Engine:
         if traced:
             run_group = partial(_run_traced, run_group)
         enabled = torch.is_inference_mode_enabled
-        guard = run.Guard(self.guard, enabled if self.config.options.inference_mode else _no_grad)
-        run_batch = run.build(stages, run_group, self.failures, self.counts, guard)
+        entered = enabled if self.config.options.inference_mode else _no_grad
+        run_batch = run.build(stages, run_group, self.failures, self.counts, self.guard, entered)
         if self.runtime.clean is not None:
             run_batch = partial(self._run_and_clean, run_batch)
         if self._shared is not None:

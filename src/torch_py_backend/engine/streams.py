@@ -187,9 +187,8 @@ class Streams:
             columns = [values.clone(column) for column in columns]
         self._engine.counts.device_to_host_seconds += time.perf_counter() - began
         outputs = self._engine.outputs
-        outcome: dict[str, Value] = dict(zip(outputs.names, columns, strict=True))
-        refusal = None if outputs.finite is None else outputs.finite.refusal(outcome)
-        return outcome if refusal is None else refusal
+        outcome: Outcome = dict(zip(outputs.names, columns, strict=True))
+        return outcome if outputs.finite is None else outputs.finite.checked(outcome)
 
     async def _results(
         self, result: object, extract: _Extract

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
-from torch_py_backend.pipeline.batches import ItemRows
+from torch_py_backend.pipeline.failures import reported
+from torch_py_backend.pipeline.run import Result
 from torch_py_backend.signature import results
 from torch_py_backend.values import Strings, Value
 
@@ -74,36 +75,25 @@ class OutputExtractor:
 
 
 class Finite:
-    """CHECK_FINITE: refuses items whose outputs hold NaN or infinity."""
+    """CHECK_FINITE: refuses results that hold NaN or infinity."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._places = [
-            (place, spec.name)
-            for place, spec in enumerate(config.outputs)
-            if spec.origin is Origin.CLIENT
-            and spec.dtype.torch
-            and getattr(torch, spec.dtype.torch).is_floating_point
-        ]
+        self._names = [spec.name for spec in config.outputs if spec.origin is Origin.CLIENT]
 
-    def holds(self, outputs: Sequence[Value | ItemRows]) -> bool:
-        """Return whether all outputs of a batch are finite."""
-        return all(_finite(outputs[place]) for place, _ in self._places)
-
-    def refusal(self, outcome: Mapping[str, Value]) -> OutputError | None:
-        """Return the error for one item's outputs; None: they are finite."""
-        for _, name in self._places:
-            if not _finite(outcome[name]):
-                return OutputError(
-                    f"output '{name}' holds NaN or infinity",
-                    expected="finite values: CHECK_FINITE is set",
+    def checked(self, result: Result) -> Result:
+        """Return a request's result, or an error if an output is not finite."""
+        if isinstance(result, BackendError):
+            return result
+        for name in self._names:
+            value = result[name]
+            if isinstance(value, Tensor) and not torch.isfinite(value).all():
+                return reported(
+                    OutputError(
+                        f"output '{name}' holds NaN or infinity",
+                        expected="finite values: CHECK_FINITE is set",
+                    )
                 )
-        return None
-
-
-def _finite(value: Value | ItemRows) -> bool:
-    if isinstance(value, ItemRows):
-        return all(map(_finite, value))
-    return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
+        return result
 
 
 def verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool = False) -> Verify:

@@ -15,7 +15,7 @@ from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
 from torch_py_backend.loading.hooks import Hook
 from torch_py_backend.pipeline import batches
-from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
+from torch_py_backend.pipeline.outputs import OutputExtractor
 from torch_py_backend.pipeline.run import Entry, Result, Scatter
 from torch_py_backend.values import Call, Item, Tree, Value
 
@@ -37,8 +37,7 @@ class Postprocessing:
         self._specs = {spec.name: spec for spec in config.outputs}
         row_config = dataclasses.replace(config, max_batch_size=0)
         self._extractor = OutputExtractor(row_config, f"{hook.name}()")
-        self._finite = Finite(config) if config.options.check_finite else None
-        self._writer = writer if self._batched and self._finite is None else None
+        self._writer = writer if self._batched else None
 
     def finish(self, results: Sequence[Result], entries: Sequence[Entry]) -> Sequence[Result]:
         """Return the outputs of each request.
@@ -81,7 +80,7 @@ class Postprocessing:
         """Return the outputs of requests from those of their rows.
 
         Raises:
-            OutputError: rows differ in shape, or an output is not finite.
+            OutputError: rows differ in shape.
         """
         outputs: list[Value] = []
         rows = [row for request in requests for row in request]
@@ -102,10 +101,6 @@ class Postprocessing:
         outcomes = batches.scatter(outputs, [*self._specs], sizes)
         if not self._batched:
             outcomes = [{name: value[0] for name, value in outcome.items()} for outcome in outcomes]
-        if self._finite is not None:
-            for outcome in outcomes:
-                if (refusal := self._finite.refusal(outcome)) is not None:
-                    raise refusal
         return outcomes
 
     def _stack_one(self, rows: list[list[Value]]) -> Result:

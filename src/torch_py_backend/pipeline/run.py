@@ -169,23 +169,19 @@ def attempt(stages: Stages, counts: Counts) -> Attempt:
     return run_group
 
 
-class Guard(NamedTuple):
-    """The context of calls of the model, such as inference mode.
-
-    Attributes:
-        enter: returns the context.
-        is_entered: returns whether the thread is in it.
-    """
-
-    enter: Callable[[], AbstractContextManager[object]]
-    is_entered: Callable[[], bool]
-
-
 def build(
-    stages: Stages, run_group: Attempt, failures: Failures, counts: Counts, guard: Guard
+    stages: Stages,
+    run_group: Attempt,
+    failures: Failures,
+    counts: Counts,
+    enter: Callable[[], AbstractContextManager[object]],
+    is_entered: Callable[[], bool],
 ) -> Run:
-    """Return the function that runs entries: it returns a result or an error for each, in order."""
-    enter, is_entered = guard
+    """Return the function that runs entries: it returns a result or an error for each, in order.
+
+    `enter` returns the context of calls of the model, such as inference mode, unless the thread
+    `is_entered`.
+    """
     before, group_entries, after = stages.before, stages.group, stages.after
 
     def retried(group: Group, failure: Failure) -> Sequence[Result]:

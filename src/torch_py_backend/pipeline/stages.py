@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch_py_backend.pipeline import batches
-from torch_py_backend.pipeline.failures import Failures, reported
-from torch_py_backend.pipeline.outputs import Finite
+from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Counts, Extract, Fill, Result
@@ -58,14 +57,12 @@ class ScatterByName:
         states: the places of the states of sequences among them.
         ragged: splits batch outputs by the shapes of their sources.
         padding: cuts outputs to the lengths of their items.
-        finite: refuses items whose outputs hold NaN or infinity.
     """
 
     names: Sequence[str]
     states: Sequence[int]
     ragged: Ragged | None
     padding: Padding | None
-    finite: Finite | None
 
     def __call__(
         self,
@@ -80,15 +77,9 @@ class ScatterByName:
                 outputs[place] = batches.clone_rows(outputs[place], sizes)
         if self.ragged is not None:
             outputs = self.ragged.split(items, outputs)
-        results: Sequence[Result] = batches.scatter(outputs, self.names, sizes)
+        results = batches.scatter(outputs, self.names, sizes)
         if self.padding is not None:
             self.padding.cut(results, items)
-        if self.finite is not None and not self.finite.holds(outputs):
-            refusals = map(self.finite.refusal, results)
-            results = [
-                result if refusal is None else reported(refusal)
-                for result, refusal in zip(results, refusals, strict=True)
-            ]
         return results
 
 
