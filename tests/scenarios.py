@@ -1280,7 +1280,7 @@ LOAD_ERRORS = (
                 "OPTIMIZE asks for freeze",
                 "Set TORCH_COMPILE_OPTIONAL_PARAMETERS to",
             ),
-            ("pad_fixed", {"PAD": '{"x": {}}'}, "PAD names 'x', whose dims are fixed"),
+            ("pad_fixed", {"PAD": '{"x": {}}'}, "PAD names 'x'; expected inputs"),
             (
                 "compiler_missing",
                 {"TORCH_COMPILE_OPTIONAL_PARAMETERS": _NO_COMPILER},
@@ -1303,7 +1303,7 @@ LOAD_ERRORS = (
                 "bad_option",
                 {"NUM_THREADS": "many"},
                 "the parameter NUM_THREADS is 'many'",
-                "expected an integer of at least 1",
+                "expected an integer; 0 or less leaves it unset",
             ),
             (
                 "bad_json",

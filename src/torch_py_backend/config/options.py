@@ -74,6 +74,7 @@ floating = _words(
 yes_no = Parser("yes or no", {"yes": True, "no": False}.__getitem__)
 positive = _checked("an integer of at least 1", int, lambda number: number >= 1)
 fraction = _checked("a number above 0, at most 1", float, lambda number: 0 < number <= 1)
+# As the LibTorch backend reads it.
 count = Parser(
     "an integer; 0 or less leaves it unset", lambda text: int(text) if int(text) > 0 else None
 )
@@ -148,8 +149,8 @@ class Options:
     method: str | None = _option(name)
     cast_inputs: str | None = _option(floating)
     weights: str | None = _option(name)
-    num_threads: int | None = _option(positive, "INTRA_OP_THREAD_COUNT")
-    num_interop_threads: int | None = _option(positive, "INTER_OP_THREAD_COUNT")
+    num_threads: int | None = _option(count, "INTRA_OP_THREAD_COUNT")
+    num_interop_threads: int | None = _option(count, "INTER_OP_THREAD_COUNT")
     torch_compile_optional_parameters: JsonObject | None = _option(compile_parameters)
     compile_cache_dir: str | None = _option(name)
     optimize: tuple[str, ...] = _option(optimizations, default=())
@@ -216,8 +217,6 @@ TABLE = tuple(
     OptionRow(entry.name.upper(), entry.default, **entry.metadata) for entry in fields(Options)
 )
 _ROWS = {key: row for row in TABLE for key in (row.key, *row.aliases)}
-# The LibTorch backend treats numbers of 0 or less as unset.
-_LIBTORCH_PARSERS = {"INTRA_OP_THREAD_COUNT": count, "INTER_OP_THREAD_COUNT": count}
 
 
 def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
@@ -233,8 +232,7 @@ def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
         if row is None:
             _ignore(key)
             continue
-        parser = _LIBTORCH_PARSERS.get(key, row.parser)
-        value = _parse_value(key, parser, entry["string_value"])
+        value = _parse_value(key, row.parser, entry["string_value"])
         if value is None:
             continue
         if values.setdefault(row.key, value) != value:

@@ -149,13 +149,9 @@ class Padding:
 
     def _parse_pad(self, name: str, setting: Mapping[str, Any]) -> Pad:
         spec = self._specs.get(name)
-        if spec is None:
-            raise _refusal(f"'{name}', which is no input", join_names(self._specs))
-        if spec.dtype.torch is None:
-            raise _refusal(f"'{name}', which holds strings", "inputs of numbers")
+        if spec is None or spec.dtype.torch is None or -1 not in spec.dims:
+            raise _refusal(f"'{name}'", "inputs of numbers with dims of -1")
         axes = tuple(_free_axes(spec))
-        if not axes:
-            raise _refusal(f"'{name}', whose dims are fixed", "inputs with dims of -1")
         value = setting.get("value", 0)
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
         if not dtype.is_floating_point and torch.tensor(value).to(dtype).item() != value:
@@ -174,13 +170,9 @@ class Padding:
 
     def _add_mask(self, name: str, mask: str) -> None:
         spec, pad = self._specs.get(mask), self.pads[name]
-        if spec is None or mask == name or spec.dtype.torch is None:
-            raise _refusal(f"the mask '{mask}'", f"another of {join_names(self._specs)}")
-        if len(spec.dims) != len(pad.axes) or set(spec.dims) != {-1}:
-            raise _refusal(
-                f"the mask '{mask}' of dims {list(spec.dims)}",
-                f"dims of {[-1] * len(pad.axes)}, as many as '{name}' has of -1",
-            )
+        dims = (-1,) * len(pad.axes)
+        if spec is None or mask == name or spec.dtype.torch is None or spec.dims != dims:
+            raise _refusal(f"the mask '{mask}'", f"another input of numbers of dims {list(dims)}")
         axes = tuple(range(1, len(pad.axes) + 1))
         self.pads[mask] = Pad(axes, (), 0, pad.left, pad.multiple_of)
         if spec.optional:
