@@ -207,9 +207,10 @@ def test_example_changed_in_place(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", [Centering(), Running()])
 @pytest.mark.parametrize("example", [_X, torch.ones(2, 4), _X[:1]], ids=["rows", "equal", "one"])
 def test_rows_that_depend_on_each_other(module: nn.Module, example: Tensor, tmp_path: Path) -> None:
-    """By default they are no batch: Triton would batch the rows of several clients."""
-    document = _saved(tmp_path, module, example_inputs=example)
-    assert document["max_batch_size"] == 0
+    """They are no batch: Triton would batch the rows of several clients."""
+    with pytest.raises(LoadError, match="rows that do not depend on each other"):
+        _saved(tmp_path, module, example_inputs=example, format="module")
+    document = _saved(tmp_path, module, example_inputs=example, max_batch_size=0)
     assert _tensors(document, "input") == {"x": [*example.shape]}
 
 
@@ -521,7 +522,7 @@ _BAD = {
     ),
     "type": _bad(
         models.Negate(),
-        "tensor 'x' is complex64, which no request can carry",
+        "is complex64, which no request can carry",
         ArtifactError,
         example_inputs=_X.to(torch.complex64),
     ),

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -183,8 +184,10 @@ class _Trial:
             item, *others = self._items(listed, example, batched=choice)
             try:
                 outputs = self._outputs(item, batched=choice)
-                if choice and len(choices) > 1 and not self._doubles(item, outputs):
-                    continue
+                if choice and len(choices) > 1:
+                    run = partial(self._outputs, batched=True)
+                    if not is_batch(run, item, outputs):
+                        continue
             except BackendError as error:
                 errors.append(error)
                 continue
@@ -217,24 +220,6 @@ class _Trial:
                 items.append({name: value[row] for name, value in items[0].items()})
         return items
 
-    def _doubles(self, item: Item, outputs: Sequence[TensorSpec]) -> bool:
-        """Return whether dimension 0, and no other, doubles in every output if the rows do."""
-        sizes = {value.shape[:1] for value in item.values()}
-        if len(sizes) != 1 or sizes == {()}:
-            return False
-        ((rows,),) = sizes
-        twice = [*range(rows)] * 2
-        doubled: Item = {name: value[twice] for name, value in item.items()}
-        expected = [
-            dataclasses.replace(spec, dims=(2 * rows, *spec.dims[1:]))
-            for spec in outputs
-            if spec.dims[:1] == (rows,)
-        ]
-        try:
-            return expected == [*self._outputs(doubled, batched=True)]
-        except ForwardError:
-            return False
-
     def _outputs(self, item: Item, *, batched: bool) -> tuple[TensorSpec, ...]:
         """Return the specs of the outputs for an item, with all dims."""
         inputs, signature = of_values(item), self.loaded.signature
@@ -259,6 +244,33 @@ class _Trial:
         if rows and of_row:
             return tuple(dataclasses.replace(spec, dims=(rows, *spec.dims)) for spec in outputs)
         return outputs
+
+
+def is_batch(
+    run: Callable[[Item], Sequence[TensorSpec]], item: Item, outputs: Sequence[TensorSpec]
+) -> bool:
+    """Return whether dimension 0, and no other, doubles in every output if the rows do.
+
+    Args:
+        run: returns the outputs of the model for an item, with all dims.
+        item: valid inputs.
+        outputs: the outputs for these inputs.
+    """
+    sizes = {tuple(value.shape[:1]) for value in item.values()}
+    if len(sizes) != 1 or sizes in ({()}, {(0,)}):
+        return False
+    ((rows,),) = sizes
+    twice = [*range(rows)] * 2
+    doubled: Item = {name: value[twice] for name, value in item.items()}
+    expected = [
+        dataclasses.replace(spec, dims=(2 * rows, *spec.dims[1:]))
+        for spec in outputs
+        if spec.dims[:1] == (rows,)
+    ]
+    try:
+        return expected == [*run(doubled)]
+    except BackendError:  # it takes no other number of rows
+        return False
 
 
 # --- specs of tensors -------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +16,13 @@ from torch.utils._pytree import TreeSpec
 from torch_py_backend.autocomplete import schema
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import SaveError, a_type, join_names, summarize
-from torch_py_backend.loading.example_inputs import distinct_rows
 from torch_py_backend.model_folders import artifact_files
-from torch_py_backend.pipeline import differences
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import path_text
 from torch_py_backend.signature.results import bind_outputs, leaf_names
 from torch_py_backend.values import Item, Value
 
 _KINDS = "a tensor, a tuple of arguments, or a dict of arguments by name"
-
-_Call: TypeAlias = "Callable[[Mapping[str, Tensor]], dict[str, Tensor]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +64,17 @@ def from_arguments(
     if not item:
         raise SaveError("example_inputs has no tensors", expected=_KINDS)
 
-    def call(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return _run(module, tree, item)
-
-    outputs = call(item)
-    batched = max_batch_size != 0 and _is_batch(call, item, outputs)
+    outputs = _run(module, tree, item)
+    batched = max_batch_size != 0 and schema.is_batch(
+        lambda rows: schema.of_values({**_run(module, tree, rows)}),
+        {**item},
+        schema.of_values({**outputs}),
+    )
     if max_batch_size and not batched:
         raise SaveError(
             f"max_batch_size is {max_batch_size}, and the example's outputs are none of a batch:"
-            " with twice the rows they have not twice the rows, or a row alone has other values",
-            expected="tensors whose dimension 0 is the batch, with rows that do not depend on each"
-            " other: Triton batches those of all clients",
+            " with twice the rows they have not twice the rows",
+            expected="tensors whose dimension 0 is the batch",
             cure="Set max_batch_size to 0, or correct the example.",
         )
     if not batched:  # Triton has no tensors without dimensions
@@ -181,9 +177,10 @@ def _unfit(module: nn.Module, error: Exception) -> SaveError:
     )
 
 
-def _run(module: nn.Module, tree: TreeSpec, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _run(module: nn.Module, tree: TreeSpec, item: Mapping[str, Value]) -> dict[str, Tensor]:
     """Call a module and return its outputs that are tensors by name, on the CPU."""
-    copies = [value.clone() for value in item.values()]  # forward() may change them in place
+    # Copied, because forward() may change them in place.
+    copies = [torch.as_tensor(value).clone() for value in item.values()]
     try:
         result = module(**pytree.tree_unflatten(copies, tree))
     except Exception as error:  # the module's own code
@@ -199,32 +196,6 @@ def _run(module: nn.Module, tree: TreeSpec, item: Mapping[str, Tensor]) -> dict[
         types = join_names(map(a_type, values)) or "nothing"
         raise SaveError(f"forward() returns {types}, without tensors", expected="tensors")
     return outputs
-
-
-def _is_batch(call: _Call, item: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> bool:
-    """Return whether dimension 0 is that of a batch, whose rows do not depend on each other.
-
-    With twice the rows, dimension 0 of every output doubles, and no other. The outputs of the first
-    and the last row alone are those in the batch.
-    """
-    sizes = {tuple(value.shape[:1]) for value in item.values()}
-    if len(sizes) != 1 or sizes in ({()}, {(0,)}):
-        return False
-    # An example may have one row, or repeat it.
-    batch = {name: distinct_rows(torch.cat([value, value])) for name, value in item.items()}
-    parts = slice(None), slice(0, 1), slice(-1, None)
-    try:
-        together, first, last = (
-            call({name: value[rows] for name, value in batch.items()}) for rows in parts
-        )
-    except SaveError:  # forward() takes no other number of rows
-        return False
-    ((rows,),) = sizes
-    twice = {name: (2 * rows, *value.shape[1:]) for name, value in outputs.items()}
-    return (
-        twice == {name: tuple(value.shape) for name, value in together.items()}
-        and differences.dependent_output(together, first, last) is None
-    )
 
 
 def _leaf_name(module: nn.Module, arguments: Mapping[str, Any], keys: Sequence[int | str]) -> str:
