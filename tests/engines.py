@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
@@ -30,8 +29,7 @@ def engine(
     free = {"inputs": (build.spec("x", dims=(-1,)),), "outputs": (build.spec("y", dims=(-1,)),)}
     settings = build.config(**(free | overrides))
     loaded = Loaded(build.artifact(), function, introspection.from_function(function), owner, rows)
-    surroundings = runtime.create(settings.options, torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings)
+    return Engine(settings, loaded, torch.device("cpu"))
 
 
 def texts(*rows: Any) -> Any:

@@ -13,9 +13,7 @@ from torch import nn
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.config.options import Options
 from torch_py_backend.config.sequence_config import ControlInput, SequenceConfig, State
-from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
@@ -57,9 +55,8 @@ def engine(settings: ModelConfig, model: Callable[..., Any], device: str = "cpu"
     module = model.to(device) if isinstance(model, nn.Module) else None
     signature = introspection.from_function(model if module is None else module.forward)
     loaded = Loaded(build.artifact(), model, signature, module)
-    surroundings = runtime.create(Options(), torch.device(device), ())
     settings = binding.with_controls(settings, signature)
-    return Engine(settings, loaded, surroundings)
+    return Engine(settings, loaded, torch.device(device))
 
 
 class Served:

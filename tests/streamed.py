@@ -18,7 +18,6 @@ import scenarios
 import torch
 from scenarios import Arrays, Refused, Scenario
 
-from torch_py_backend.config.options import Options
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Streams
@@ -41,8 +40,7 @@ def engine(
         **overrides,
     )
     loaded = Loaded(build.artifact(), function, introspection.from_function(function), step=step)
-    surroundings = runtime.create(Options(), torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings)
+    return Engine(settings, loaded, torch.device("cpu"))
 
 
 def item(*values: float) -> dict[str, Value]:
@@ -81,7 +79,7 @@ def run(model: Engine, *pairs: tuple[dict[str, Value], Recorder]) -> Streams:
     streams = Streams(model)
 
     async def together() -> None:
-        with model.guard():
+        with runtime.mode(model.config.options):
             await asyncio.gather(*(client.receive(streams, item) for item, client in pairs))
 
     asyncio.run(together())

@@ -20,8 +20,6 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.config import dtypes, model_config, options
 from torch_py_backend.config.batch_io import BatchInputKind
-from torch_py_backend.config.options import Options
-from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
 from torch_py_backend.loading import discovery
@@ -311,8 +309,7 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
         pad={"ids": {**pad, "mask": "mask", "outputs": ["y", "kept"]}},
     )
     loaded = Loaded(build.artifact(), _identity, Signature(_ARGUMENTS), None, rows)
-    surroundings = runtime.create(Options(), torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings)
+    return Engine(settings, loaded, torch.device("cpu"))
 
 
 @given(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
-from torch_py_backend.engine import load, runtime
+from torch_py_backend.engine import load
 from torch_py_backend.errors import ForwardError
+from torch_py_backend.loading.loaded import Loaded
 
 
 def _build(config: ModelConfig) -> Any:
@@ -50,11 +50,10 @@ def test_gpu_of_a_model_that_places_itself(tmp_path: Path, monkeypatch: pytest.M
     """It is made current: each call ends by selecting the current GPU, which takes memory of it."""
     build.write(tmp_path, "model.py", models.source(models.Negate))
     second = torch.device("cuda", 1)
-    on_second = dataclasses.replace(
-        runtime.create(Options(), torch.device("cpu"), ()), device=second
-    )
     selected: list[torch.device] = []
-    monkeypatch.setattr(runtime, "create", lambda *_: on_second)
+    with FakeTensorMode():  # it stands for a GPU
+        weights = [torch.empty(1, device=second)]
+    monkeypatch.setattr(Loaded, "weights", property(lambda _: iter(weights)))
     monkeypatch.setattr(torch.cuda, "set_device", selected.append)
     _build(build.config(tmp_path, kind="MODEL"))
     assert selected == [second]

@@ -8,15 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import build
+import engines
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine import runtime
+from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import PlatformError
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import introspection
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -70,6 +74,7 @@ def test_freed_memory_is_kept(variable: str) -> None:
     program = """
 import ctypes, resource
 from torch_py_backend.engine import runtime
+from torch_py_backend.engine.engine import Engine
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -119,7 +124,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
         }
         for name, function in replaced.items():
             monkeypatch.setattr(torch.cuda, name, function)
-        monkeypatch.setattr(runtime, "run_kernel", lambda _: None)
+        one = torch.ones(1)
+        monkeypatch.setattr(torch, "ones", lambda *_, **__: one)
         return done
 
     return see
@@ -145,7 +151,7 @@ def test_device_is_the_instances_gpu(fraction: float | None, gpus: Callable[[], 
     [
         pytest.param("init", "The NVIDIA driver on your system is too old", id="driver"),
         pytest.param("set_device", "CUDA error: invalid device ordinal", id="missing"),
-        pytest.param("run_kernel", "CUDA error: no kernel image is available", id="architecture"),
+        pytest.param("ones", "CUDA error: no kernel image is available", id="architecture"),
     ],
 )
 def test_a_gpu_that_torch_cannot_use(
@@ -154,10 +160,10 @@ def test_a_gpu_that_torch_cannot_use(
     """It fails the load, and not the first request, with torch's reason and what to do."""
     gpus()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError(reason)
 
-    monkeypatch.setattr(runtime if function == "run_kernel" else torch.cuda, function, fail)
+    monkeypatch.setattr(torch if function == "ones" else torch.cuda, function, fail)
     with pytest.raises(PlatformError) as raised:
         runtime.placement(build.config(kind="GPU", device_id=1))
     text = str(raised.value)
@@ -181,22 +187,30 @@ def test_inputs_go_to_the_model(
     device: torch.device | None, weights: list[Tensor], expected: torch.device
 ) -> None:
     """A model that places itself gets its inputs on the device of its first weight."""
-    surroundings = runtime.create(Options(enable_cache_cleaning=True), device, iter(weights))
-    columns = [torch.ones(2, 3)]
-    (column,) = moved = surroundings.to_device(columns)
+    module = nn.Module()
+    for number, weight in enumerate(weights):
+        module.register_buffer(str(number), weight)
+    engine = _engine(device, module, enable_cache_cleaning=True)
+    (column,) = engine.to_device([torch.ones(2, 3)])
     assert isinstance(column, Tensor)
-    assert surroundings.device == column.device == expected
-    assert surroundings.clean is None, "there is no CUDA cache"
-    if expected == CPU:
-        assert moved is columns
+    assert engine.device == column.device == expected
+    assert engine.on_cpu is (expected == CPU)
+    assert engine._free_memory is None, "there is no CUDA cache"
+
+
+def _engine(device: torch.device | None, owner: nn.Module | None = None, **options: Any) -> Engine:
+    signature = introspection.from_function(lambda x: x)
+    loaded = Loaded(build.artifact(), lambda x: x, signature, owner)
+    return Engine(build.config(**options), loaded, device)
 
 
 def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> None:
     """Triton uses the parameter and not the instance's kind."""
-    surroundings = runtime.create(Options(force_cpu_only_input_tensors=False), CPU, [])
+    engine = _engine(CPU, force_cpu_only_input_tensors=False)
+    assert not engine.on_cpu
     on_host = torch.ones(2)
     with FakeTensorMode():  # it stands for a GPU: shapes and devices without values
-        columns = surroundings.to_device([on_host, torch.empty(2, 3, device="cuda:0")])
+        columns = engine.to_device([on_host, torch.empty(2, 3, device="cuda:0")])
     assert columns[0] is on_host
     assert [column.device for column in columns if isinstance(column, Tensor)] == [CPU, CPU]
 
@@ -207,11 +221,14 @@ def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> No
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_no_gradients_are_recorded(inference_mode: bool) -> None:
     """Every call runs without autograd: in inference mode, or under no_grad if that is disabled."""
-    surroundings = runtime.create(Options(inference_mode=inference_mode), CPU, [])
-    weight = torch.ones(2, requires_grad=True)
-    for _ in range(2):
-        with surroundings.guard():
-            assert torch.is_inference_mode_enabled() is inference_mode
-            assert not (weight * 2).requires_grad
-        assert (weight * 2).requires_grad
-        assert not torch.is_inference_mode_enabled()
+    modes = []
+
+    def forward(x: Tensor) -> Tensor:
+        modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return x
+
+    model = engines.engine(forward, inference_mode=inference_mode)
+    model.run(engines.items([1.0]))
+    with runtime.mode(model.config.options):
+        model.run(engines.items([1.0]))
+    assert modes == [(inference_mode, False)] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -15,9 +14,8 @@ from streamed import Recorder, engine, item, run
 from torch import Tensor
 
 from torch_py_backend.composition import model, stand_in
-from torch_py_backend.config.options import Options
 from torch_py_backend.engine import runtime
-from torch_py_backend.engine.runtime import Runtime
+from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Streams
 from torch_py_backend.errors import ForwardError, OutputError
 from torch_py_backend.values import Value
@@ -69,15 +67,9 @@ def test_any_exception_ends_the_stream() -> None:
 def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of a stream stay on the GPU only if the request's inputs were there."""
     fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(
-        Runtime, "to_device", lambda _, columns: [fake_gpu.put(column) for column in columns]
-    )
+    monkeypatch.setattr(Engine, "to_device", lambda _, columns: list(map(fake_gpu.put, columns)))
     model = engine(lambda x: fake_gpu.put(2 * x))
-    model.runtime = dataclasses.replace(
-        runtime.create(Options(), torch.device("cpu"), ()),
-        device=fake_gpu.DEVICE,
-        host_inputs=False,
-    )
+    model.device, model.host_inputs = fake_gpu.DEVICE, False
     with model.preparing():  # the stages are chosen again
         pass
     sent: list[Any] = []

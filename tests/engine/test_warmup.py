@@ -39,9 +39,8 @@ def engine(
         )
         for spec in config.inputs
     ]
-    surroundings = runtime.create(config.options, torch.device("cpu"), [])
     loaded = Loaded(build.artifact(), forward, Signature(tuple(arguments), torchscript=torchscript))
-    return Engine(config, loaded, surroundings)
+    return Engine(config, loaded, torch.device("cpu"))
 
 
 def batches(config: ModelConfig) -> list[Item]:

@@ -427,7 +427,7 @@ def test_device_that_breaks(monkeypatch: pytest.MonkeyPatch, freed: list[int]) -
     monkeypatch.setattr(failures, "probe", device.probe)
     model = Model(device.judge)
     served = engine(model)
-    served.runtime = dataclasses.replace(served.runtime, clean=lambda: freed.append(2))
+    served._free_memory = lambda: freed.append(2)
     served.run = served.pipeline()
     served.run(items([1.0]))
     sent = [*items([1.0, BAD, 3.0]), *items([4.0], length=6)]

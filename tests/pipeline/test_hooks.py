@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -58,9 +57,8 @@ def engine(
     """Return an engine around a function: input x and output y, both FP32 [-1] by default."""
     settings = build.config(**{"inputs": (_X,), "outputs": (_Y,), **overrides})
     loaded = Loaded(build.artifact(), module, introspection.from_function(module), None, rows)
-    device_runtime = runtime.create(settings.options, torch.device("cpu"), ())
     loaded_hooks = Hooks(**{name: hook(name, function) for name, function in hooks.items()})
-    return Engine(settings, loaded, device_runtime, loaded_hooks)
+    return Engine(settings, loaded, torch.device("cpu"), loaded_hooks)
 
 
 def item(*rows: Any, parameters: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Streaming:
         torch.set_num_threads(threads)
         runtime.make_current(self.engine.device)
         profiled = self._profiler.running() if self._profiler else contextlib.nullcontext()
-        with runtime.mode(self.engine.config.options), self.engine.guard(), profiled:
+        with runtime.mode(self.engine.config.options), profiled:
             polling = self._loop.create_task(self._poll())
             while not self._closed:
                 # asyncio lets them through, from a task that the model has started.

@@ -20,7 +20,6 @@ from torch_py_backend.config import dtypes, model_config, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.engine import runtime
-from torch_py_backend.engine.runtime import Runtime
 from torch_py_backend.errors import (
     ArtifactError,
     BackendError,
@@ -131,7 +130,7 @@ def _infer(
             cure="Add one of them, or write the inputs and outputs into config.pbtxt. `init` takes"
             " them as --example FILE, or --input NAME:TYPE:DIMS for each.",
         )
-    trial = _Trial(config, loaded, hooks, runtime.create(config.options, _device(artifact), ()))
+    trial = _Trial(config, loaded, hooks, _device(artifact))
     try:
         return trial.schema(listed, example or {}, batched=batched)
     except ForwardError as error:
@@ -162,7 +161,7 @@ class _Trial:
     config: ModelConfig
     loaded: Loaded
     hooks: Hooks | None
-    runtime: Runtime
+    device: torch.device
 
     def schema(
         self, listed: Sequence[TensorSpec], example: Item, *, batched: bool | None
@@ -232,8 +231,8 @@ class _Trial:
         )
         hooks = self.hooks or Hooks()
         try:
-            with self.runtime.guard():
-                pipeline = HookedPipeline(config, signature, hooks, self.runtime.device)
+            with runtime.mode(config.options):
+                pipeline = HookedPipeline(config, signature, hooks, self.device)
                 result, of_row = pipeline.run_unchecked(self.loaded.module, item)
         except BackendError:
             raise

@@ -82,7 +82,7 @@ def chosen(
             by name.
         steps: the states of sequences; None: items have them.
     """
-    config, runtime = made.config, made.runtime
+    config = made.config
     before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...] = ()
     after: tuple[Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]], ...] = ()
     hooked, counts = made.hooked, made.counts
@@ -106,7 +106,7 @@ def chosen(
     return Stages(
         before=before,
         group=_group(made, forward),
-        send=None if runtime.on_cpu else runtime.to_device,
+        send=None if made.on_cpu else made.to_device,
         extract=outputs.extract,
         fill=None if takes_any_rows else fill,
         copy=outputs.copy,
@@ -166,12 +166,12 @@ def _fetch(made: Engine) -> Callable[[Sequence[Value]], Sequence[Value]] | None:
 
     States stay on their device.
     """
-    device = made.runtime.device
+    device = made.device
     # A model that was placed on the CPU may itself use a GPU.
     if device.type == "cpu" and not torch.cuda.is_available():
         return None
     states = {state.output for state in made.config.states}
-    kept = [name in states or not made.runtime.host_inputs for name in made.outputs.names]
+    kept = [name in states or not made.host_inputs for name in made.outputs.names]
 
     def fetch(columns: Sequence[Value]) -> Sequence[Value]:
         fetched = [

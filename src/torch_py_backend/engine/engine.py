@@ -22,7 +22,7 @@ from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Attempt, Counts, Entry, Group, Result, Run, Scatter
 from torch_py_backend.pipeline.sequences import Sequences, Slots
-from torch_py_backend.values import Item, RequestItem
+from torch_py_backend.values import Item, RequestItem, Value
 
 
 class Engine:
@@ -35,12 +35,11 @@ class Engine:
         inputs: checks, binds and groups items; with hooks for rows, those of a row.
         hooked: the stages of hooks; None: the model has none.
         outputs: how results become outputs.
-        runtime: the device, and the context of calls.
         failures: the failures of its calls.
         rows: how many rows a call takes.
         compiles: whether torch.compile was requested.
-        device: the device that the model runs on.
-        guard: the context for work on tensors of the device.
+        device: the device of the inputs: given, or that of the model's first weight.
+        host_inputs: whether Triton copies all inputs to host memory.
         padding: pads inputs and cuts outputs; None: PAD is not set.
         mapped: the weights that the instances share because they are in mapped files.
     """
@@ -49,16 +48,20 @@ class Engine:
         self,
         config: ModelConfig,
         loaded: Loaded,
-        device_runtime: runtime.Runtime,
+        device: torch.device | None,
         hooks: Hooks | None = None,
     ) -> None:
         self.config = config
         self.loaded = loaded
         self.hooks = hooks
-        self.device, self.guard = device_runtime.device, device_runtime.guard
+        if device is None:
+            device = next((weight.device for weight in loaded.weights), torch.device("cpu"))
+        self.device = device
+        self.host_inputs = config.options.force_cpu_only_input_tensors
+        cleans = config.options.enable_cache_cleaning and device.type == "cuda"
+        self._free_memory = torch.cuda.empty_cache if cleans else None
         self.mapped = sharing.mapped(config, loaded)
         self.counts = Counts()
-        self.runtime = device_runtime
         self._compiled = compilation.apply(config, loaded.kind, loaded.module, self.counts)
         self.compiles = self._compiled is not None
         fixed = config.options.static_shapes or compilation.captures(config)
@@ -93,21 +96,38 @@ class Engine:
         With `traced`, items may have trace contexts.
         """
         # Each response is for the host or the GPU, or a state that clients get is on the GPU.
-        returns = not self.runtime.host_inputs or (steps is not None and not self.runtime.on_cpu)
+        returns = not self.host_inputs or (steps is not None and not self.on_cpu)
         stages = build.chosen(self, self._forward, None if returns else writer, steps)
         run_group = run.attempt(stages, self.counts)
         if traced:
             run_group = partial(_run_traced, run_group)
-        enabled = torch.is_inference_mode_enabled
-        entered = enabled if self.config.options.inference_mode else _no_grad
-        run_batch = run.build(stages, run_group, self.failures, self.counts, self.guard, entered)
-        if self.runtime.clean is not None:
+        options = self.config.options
+        is_entered = torch.is_inference_mode_enabled if options.inference_mode else _no_grad
+        mode = partial(runtime.mode, options)
+        run_batch = run.build(stages, run_group, self.failures, self.counts, mode, is_entered)
+        if self._free_memory is not None:
             run_batch = partial(self._run_and_clean, run_batch)
         if self._shared is not None:
             run_batch = partial(self._run_shared, self._shared, run_batch)
         if returns:
             run_batch = partial(_run_and_return, run_batch)
         return run_batch
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the instance and all inputs are on the CPU; the model itself may use a GPU."""
+        return self.host_inputs and self.device.type == "cpu"
+
+    def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
+        """Copy tensors to this instance's device where they are elsewhere."""
+        # A copy to the host is read without synchronization, so it must not be asynchronous.
+        asynchronous = self.device.type != "cpu"
+        return [
+            column.to(self.device, non_blocking=asynchronous)
+            if isinstance(column, torch.Tensor)
+            else column
+            for column in columns
+        ]
 
     def share(self, shared: sharing.SharedWeights) -> None:
         """Share one copy of the weights with other instances.
@@ -154,8 +174,8 @@ class Engine:
 
     def clean(self) -> None:
         """Free cached device memory after an execution where the config enables that."""
-        if self.runtime.clean is not None and self.failures.fatal is None:
-            self.runtime.clean()
+        if self._free_memory is not None and self.failures.fatal is None:
+            self._free_memory()
 
     def _run_and_clean(self, run_batch: Run, entries: Sequence[Entry]) -> Sequence[Result]:
         results = run_batch(entries)

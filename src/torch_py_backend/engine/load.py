@@ -87,9 +87,8 @@ def _engine(
     loaded = dataclasses.replace(loaded, module=registry.optimize(config, loaded))
     runtime.keep_freed_memory()
     config = binding.with_controls(config, loaded.signature)
-    device_runtime = runtime.create(config.options, device, loaded.weights)
-    if device_runtime.device.type == "cuda":
-        # A call ends by selecting the thread's GPU again, which takes memory of it. KIND_MODEL has
-        # selected none: that would be GPU 0.
-        torch.cuda.set_device(device_runtime.device)
-    return Engine(config, loaded, device_runtime, user_hooks.load(config, artifact))
+    engine = Engine(config, loaded, device, user_hooks.load(config, artifact))
+    # A call ends by selecting the thread's GPU again, which takes memory of it. KIND_MODEL has
+    # selected none: that would be GPU 0.
+    runtime.make_current(engine.device)
+    return engine

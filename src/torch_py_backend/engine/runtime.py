@@ -5,56 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.errors import PlatformError, summarize
-from torch_py_backend.values import Value
-
-Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
-
-
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """The device of one instance's model and the context of its calls.
-
-    Attributes:
-        device: the device of the inputs.
-        guard: the context of each call; thread-local.
-        clean: called after each execution; None: the config does not enable that.
-        host_inputs: whether Triton copies all inputs to host memory.
-    """
-
-    device: torch.device
-    guard: Guard
-    clean: Callable[[], None] | None
-    host_inputs: bool = True
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the instance and all inputs are on the CPU; the model itself may use a GPU."""
-        return self.host_inputs and self.device.type == "cpu"
-
-    def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
-        """Copy tensors to this instance's device where they are elsewhere."""
-        if self.on_cpu:
-            return columns
-        # A copy to the host is read without synchronization, so it must not be asynchronous.
-        asynchronous = self.device.type != "cpu"
-        return [
-            column.to(self.device, non_blocking=asynchronous)
-            if isinstance(column, Tensor)
-            else column
-            for column in columns
-        ]
 
 
 def thread_state(device: torch.device) -> tuple[object, ...]:
@@ -98,7 +57,7 @@ def placement(config: ModelConfig) -> torch.device | None:
     try:
         torch.cuda.init()
         torch.cuda.set_device(device)
-        run_kernel(device)
+        torch.ones(1, device=device).neg().item()  # torch may have no kernels for it
     except Exception as error:  # RuntimeError, AssertionError or torch's own classes
         raise PlatformError(
             f"instance_group asks for GPU {device.index}, on which torch {torch.__version__} cannot"
@@ -110,15 +69,6 @@ def placement(config: ModelConfig) -> torch.device | None:
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     return device
-
-
-def run_kernel(device: torch.device) -> None:
-    """Run a kernel on a GPU.
-
-    Raises:
-        RuntimeError: torch has none for it.
-    """
-    torch.ones(1, device=device).neg().item()
 
 
 def set_switches(options: Options, threads: Threads) -> None:
@@ -166,35 +116,9 @@ def keep_freed_memory() -> None:
             libc.mallopt(parameter, size)
 
 
-def create(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:
-    """Return the runtime for a loaded model.
-
-    Without a device, it is that of the first of `weights`, the model's parameters and buffers.
-    """
-    if device is None:
-        first = next(iter(weights), None)
-        device = torch.device("cpu") if first is None else first.device
-    guard: Guard = _inference_mode if options.inference_mode else torch.no_grad
-    on_gpu = device.type == "cuda"
-    return Runtime(
-        device=device,
-        guard=guard,
-        clean=torch.cuda.empty_cache if options.enable_cache_cleaning and on_gpu else None,
-        host_inputs=options.force_cpu_only_input_tensors,
-    )
-
-
 def mode(options: Options) -> AbstractContextManager[object]:
     """Return the context of a thread that calls the model, warm-up included.
 
     Tensors made in inference mode have other dispatch keys, for which torch.compile recompiles.
     """
-    return torch.inference_mode() if options.inference_mode else contextlib.nullcontext()
-
-
-_ENTERED = contextlib.nullcontext()
-
-
-def _inference_mode() -> AbstractContextManager[object]:
-    """Enter inference mode unless the thread is in it: entering costs as much as a small model."""
-    return _ENTERED if torch.is_inference_mode_enabled() else torch.inference_mode()
+    return torch.inference_mode() if options.inference_mode else torch.no_grad()

@@ -360,7 +360,7 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
         streams = Streams(engine)
         # With step(), each item is run twice: a step of one stream differs from one of several.
         twice = items if streams.stepped is None else [*items, *items]
-        with engine.guard():
+        with runtime.mode(engine.config.options):
             outcomes = await asyncio.gather(*(run_one(streams, item) for item in twice))
         for outcome in outcomes:
             if isinstance(outcome, BackendError):
