@@ -20,7 +20,7 @@ import triton_python_backend_utils as pb_utils
 
 from torch_py_backend.adapter import logs
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.metrics import OF_LOAD, TABLE, Family, Sources, Values
+from torch_py_backend.engine.metrics import TABLE, Family, Sources, Values
 from torch_py_backend.processes.instance_status import InstanceStatus
 
 log = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class Publisher:
 
     def __init__(self, engine: Engine, status: InstanceStatus) -> None:
         self.sources = Sources(engine, status)
-        # Of counters, what was counted before, as by the warm-up.
-        self._before = self.sources.read()
+        # What was counted before, as by the warm-up.
+        self._before = {row.name: row.read(self.sources) for row in TABLE if not row.of_load}
         # Triton's metrics and their last values, by the name of the family and its own label. None:
         # this server has no metrics.
         self._series: _Series | None = {}
@@ -63,22 +63,19 @@ class Publisher:
     def publish(self) -> None:
         """Publish all current values. May be called in any thread."""
         with self._lock:
-            values = self.sources.read()
             for row in TABLE:
                 if self._series is not None:
-                    self._publish_row(row, values.get(row.name, {}), self._series)
+                    self._publish_row(row, self._series)
 
-    def _publish_row(self, row: Family, read: Values, series: _Series) -> None:
+    def _publish_row(self, row: Family, series: _Series) -> None:
         # Gauges without a value any more become 0: all of them, once the instance has ended.
         values: dict[str, float] = {}
         for name, label in series:
             if name == row.name and not row.grows:
                 values[label] = 0
         if row.grows or not self._closed.is_set():
-            values.update(read)
-        before: Values = {}
-        if row.grows and row.name not in OF_LOAD:
-            before = self._before.get(row.name, {})
+            values.update(row.read(self.sources))
+        before: Values = self._before.get(row.name, {}) if row.grows else {}
         for label, current in values.items():
             logs.end_if_orphaned()
             if (row.name, label) not in series:
