@@ -442,20 +442,11 @@ COMPLETED = (
 _WITHOUT_WARMUP = _option("WARMUP", "false")
 _IMAGES = config({"INPUT__0": [1, 8, 8]}, {"OUTPUT__0": [10]})
 CONTRADICTED = (
-    *(
-        scenarios.refused(
-            f"{kind}_of_strings",
-            _write(kind, "one"),
-            _ONE_CONFIG.replace("TYPE_FP32", "TYPE_STRING", 1) + _WITHOUT_WARMUP,
-            "input 'x' is TYPE_STRING, and forward() takes a tensor",
-        )
-        for kind in ("torchscript", "export")
-    ),
     scenarios.refused(
-        "export_of_integers",
-        _write("export", "one"),
-        _ONE_CONFIG.replace("TYPE_FP32", "TYPE_INT32", 1),
-        "x is TYPE_INT32. Write the types that the model takes",
+        "torchscript_of_strings",
+        _write("torchscript", "one"),
+        _ONE_CONFIG.replace("TYPE_FP32", "TYPE_STRING", 1) + _WITHOUT_WARMUP,
+        "input 'x' is TYPE_STRING, and forward() takes a tensor",
     ),
     scenarios.refused(
         "aoti_of_strings",

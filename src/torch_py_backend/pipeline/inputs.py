@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -30,6 +30,7 @@ MAX_SETS = 64
 # Returns the function that calls the model with the arguments of a binding, in its order.
 Caller: TypeAlias = "Callable[[InputBinding], Call]"
 _HOST = torch.device("cpu")
+_AXES = attrgetter("ndim")
 
 
 class Inputs:
@@ -106,7 +107,7 @@ class Inputs:
             self._bound(pattern)
         # Of each input: how its values and arguments are compared, in as few frames as possible.
         self._compared = [
-            (itemgetter(name), self._shapes[name].rows, argument.refuse)
+            (itemgetter(name), self._shapes[name].fit, argument.refuse)
             for name, argument in self._arguments.items()
             if name in self._specs
         ]
@@ -122,20 +123,17 @@ class Inputs:
         If not, `admit` finds which are refused, and `_key` which can share a call.
         """
         items: Sequence[Any] = entries
-        sizes: list[int] | None = None
         try:
-            for get, rows_of, refuse in self._compared:
+            for get, fit, refuse in self._compared:
                 values = list(map(get, items))
-                rows = rows_of(values)
-                if rows is None or (sizes is not None and rows != sizes):
+                if not fit(values):
                     return False
                 if refuse is not None and refuse(batches.concatenate(values)) is not None:
                     return False
-                sizes = rows
         # An input is missing, an item was refused, or values are on different devices.
         except (LookupError, TypeError, ValueError, RuntimeError):
             return False
-        return sizes is not None and (self._compare is None or self._compare(items))
+        return bool(self._compared) and (self._compare is None or self._compare(items))
 
     def _may_share(self, items: Sequence[Item]) -> bool:
         """Return whether items are on one device, with masks as long as their inputs."""
@@ -151,10 +149,8 @@ class Inputs:
         for name in self._required:
             if name not in item:
                 return InputError(f"the request lacks the input '{name}'")
-        if self._batched:
-            rows = self.count_rows(item)
-            if isinstance(rows, InputError):
-                return rows
+        if self._batched and (refusal := self._without_rows(item)) is not None:
+            return refusal
         if self._padding is not None:
             mismatch = self._padding.mismatch(item)
             if mismatch is not None:
@@ -172,26 +168,21 @@ class Inputs:
                 return InputError(f"input '{name}' {found}", expected=expected)
         return item
 
-    def count_rows(self, item: Item) -> int | InputError:
-        """Return the number of rows of an item, or how its inputs' shapes contradict each other."""
+    def _without_rows(self, item: Item) -> InputError | None:
+        """Return the error of a request whose inputs have no rows.
+
+        Triton checks that all have as many, and drops the batch dimension of a shape with 0 rows.
+        """
         if not item:
             return InputError("the request has no inputs, and so no number of rows")
-        rows = -1
         for name, value in item.items():
-            # Triton drops the batch dimension of a request whose shape says 0 rows.
             axes = len(self._specs[name].dims) + 1 if name in self._specs else value.ndim
             if value.ndim != axes:
                 return InputError(
                     f"input '{name}' has the shape {list(value.shape)} and no rows",
                     expected=f"{axes} dimensions, the first of at least 1",
                 )
-            if rows not in (-1, value.shape[0]):
-                return InputError(
-                    f"the request's inputs have {rows} and {value.shape[0]} rows",
-                    expected="the same number of rows in each",
-                )
-            rows = value.shape[0]
-        return rows
+        return None
 
     # --- groups --------------------------------------------------------------------------------
 
@@ -300,12 +291,12 @@ class Shape(NamedTuple):
     """How the values of an input in several items become one column.
 
     Attributes:
-        rows: the rows of each value; None: they cannot share a batch.
+        fit: whether values can share a batch.
         key: what the values of a batch have in common.
         gather: makes the column.
     """
 
-    rows: Callable[[Sequence[Value]], list[int] | None]
+    fit: Callable[[Sequence[Value]], bool]
     key: Callable[[Value], Hashable]
     gather: Callable[[Sequence[Value]], Value]
 
@@ -314,37 +305,30 @@ def _choose_shape(config: ModelConfig, spec: TensorSpec, pad: Pad | None) -> Sha
     """Return how the values of an input become a column: concatenated, padded or flat."""
     if not config.max_batch_size:  # a call has one item, which counts as one row
         gather = ragged.flatten if spec.ragged and config.concatenates else batches.concatenate
-        return Shape(_one_row, lambda _: None, _copied if spec.origin is Origin.STATE else gather)
+        return Shape(_is_one, lambda _: None, _copied if spec.origin is Origin.STATE else gather)
     if pad is not None:
-        return Shape(pad.rows, pad.key, pad.gather)
+        return Shape(pad.fit, pad.key, pad.gather)
     if spec.ragged and config.concatenates:
-        return Shape(partial(_rows_of_fixed, len(spec.dims) + 1), lambda _: None, ragged.flatten)
-    rows = _rows_of_fixed if -1 not in spec.dims else _rows_of_equal
+        return Shape(partial(_fit_fixed, len(spec.dims) + 1), lambda _: None, ragged.flatten)
+    fit = _fit_fixed if -1 not in spec.dims else _fit_equal
     gather = _copied if spec.origin is Origin.STATE else batches.concatenate
-    return Shape(partial(rows, len(spec.dims) + 1), lambda value: value.shape[1:], gather)
+    return Shape(partial(fit, len(spec.dims) + 1), lambda value: value.shape[1:], gather)
 
 
-def _one_row(values: Sequence[Value]) -> list[int] | None:
-    return [1] if len(values) == 1 else None
+def _is_one(values: Sequence[Value]) -> bool:
+    return len(values) == 1
 
 
-def _rows_of_fixed(axes: int, values: Sequence[Value]) -> list[int] | None:
-    """Return the rows of values whose dims Triton has checked."""
-    rows = []
-    for value in values:
-        shape = value.shape
-        # Triton drops the batch dimension of a request whose shape says 0 rows.
-        if len(shape) != axes:
-            return None
-        rows.append(shape[0])
-    return rows
+def _fit_fixed(axes: int, values: Sequence[Value]) -> bool:
+    """Return whether values have rows; Triton has checked their dims."""
+    return set(map(_AXES, values)) == {axes}
 
 
-def _rows_of_equal(axes: int, values: Sequence[Value]) -> list[int] | None:
+def _fit_equal(axes: int, values: Sequence[Value]) -> bool:
     dims = values[0].shape[1:]
     if any(value.shape[1:] != dims for value in values):
-        return None
-    return _rows_of_fixed(axes, values)
+        return False
+    return _fit_fixed(axes, values)
 
 
 def _copied(values: Sequence[Value]) -> Value:

@@ -69,15 +69,13 @@ class Pad:
         lengths = [self.rounded(value.shape[axis]) for axis in self.axes]
         return [length.bit_length() * len(lengths) // 2 for length in lengths]
 
-    def rows(self, values: Sequence[Value]) -> list[int] | None:
-        """Return the rows of each value; None: they cannot share a batch, or with much padding."""
+    def fit(self, values: Sequence[Value]) -> bool:
+        """Return whether values can share a batch without much padding."""
         shapes = [value.shape for value in values]
         if set(map(len, shapes)) != {1 + len(self.axes) + len(self.others)}:
-            return None
+            return False
         sent = sum(map(math.prod, shapes))
-        if math.prod(self.padded_shape(shapes)) > MOST_GROWTH * sent:
-            return None
-        return [shape[0] for shape in shapes]
+        return math.prod(self.padded_shape(shapes)) <= MOST_GROWTH * sent
 
     def gather(self, items: Sequence[Value]) -> Value:
         """Pad and concatenate the items' values.
@@ -229,7 +227,7 @@ class Padding:
     def split(self, items: Sequence[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
         """Split the items of one group by their lengths if they would be padded too much."""
         pads = [(name, pad) for name, pad in self.pads.items() if name in items[0][1]]
-        if all(pad.rows([item[name] for _, item in items]) is not None for name, pad in pads):
+        if all(pad.fit([item[name] for _, item in items]) for name, pad in pads):
             return [list(items)]
         parts: dict[tuple[int, ...], list[tuple[int, Item]]] = {}
         for place, item in items:
