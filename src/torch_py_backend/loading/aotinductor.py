@@ -9,10 +9,9 @@ import os
 import platform
 import re
 import shutil
-import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, InputError
 from torch_py_backend.loading import discovery, example_inputs
@@ -36,16 +34,10 @@ log = logging.getLogger(__name__)
 # A package reads this variable when it first runs. Without its checks, it reads past the memory of
 # inputs whose shapes are wrong.
 _CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
-# Messages of the checks, such as "input_handles[0]: dim value is too small at 1, expected it to be
-# >= 2, but got: 1", or "unmatched dim value at 1, expected: 4, but got: 1". Up to torch 2.11 they
-# are printed only.
-_SIZE = re.compile(
-    r"input_handles\[(?P<leaf>\d+)\]: .*dim value .*at (?P<dim>\d+),"
-    r" expected.*?(?P<relation>>=|<=|:) (?P<limit>\d+)"
-)
-_TYPE = re.compile(r"input_handles\[(\d+)\]: unmatched dtype, expected: \d+\(at::k(\w+)\)")
-_BYTES = {"byte": "uint8", "char": "int8"}  # types whose name in C++ torch's Python does not have
-_RELATIONS = {">=": "at least", "<=": "at most", ":": "exactly"}
+# The messages of the checks, such as "input_handles[0]: dim value is too small at 1, expected it to
+# be >= 2, but got: 1". Up to torch 2.11 they are printed only.
+_REFUSED = re.compile(r"input_handles\[(\d+)\]: (.*)")
+_ROWS = re.compile(r"dim value .*at 0, expected.*?(>=|<=|:) (\d+)")
 
 # Calls a package with its leaves, and returns the leaves of its result.
 _Run: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
@@ -74,9 +66,14 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
         # library for each instruction set, to warn of what `mismatch` has compared, in 2 to 10 s.
         # It passes the same name of the model, "not single-threaded", and one runner.
-        with reading(path, artifact.kind), _temporary_folder(folder):
-            package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
-            in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
+        before = os.environ.get("TMPDIR", tempfile.gettempdir())
+        os.environ["TMPDIR"] = folder
+        try:
+            with reading(path, artifact.kind):
+                package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
+                in_spec, out_spec = map(pytree.treespec_loads, package.get_call_spec())
+        finally:
+            os.environ["TMPDIR"] = before
         # A tree would only be built to be flattened again.
         signature = dataclasses.replace(introspection.from_tree(in_spec, {}), unflatten=None)
         rows, call = _checked(config, signature, package.run, device)
@@ -102,37 +99,23 @@ def _checked(
 ) -> tuple[Rows, _Run]:
     """Return how many rows a package takes, and a function to call it.
 
-    The function raises InputError with the limit if the package does not accept a size, and
-    ConfigError if it does not accept the type of an input.
+    The function raises InputError with torch's reason if the package does not accept an input.
     """
     config = binding.with_controls(config, signature)
     specs = config.inputs
     if len(specs) != len(signature.leaves or ()) or not all(spec.dtype.torch for spec in specs):
         return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match
-    types = {spec.name: spec.dtype.config for spec in specs}
-    names = binding.bind_inputs([*types], signature).names
+    names = binding.bind_inputs([spec.name for spec in specs], signature).names
 
     def call(leaves: list[Tensor]) -> list[Tensor]:
         try:
             return run(leaves)
         except RuntimeError as error:
-            if refused := _TYPE.search(str(error)):
-                name, kind = names[int(refused[1])], refused[2].lower()
-                dtype = getattr(torch, _BYTES.get(kind, kind), kind)
-                raise ConfigError(
-                    f"input '{name}' is {types[name]}",
-                    expected=f"{dtypes.config_name(dtype)}, for which the package was compiled",
-                    cure="Write that type into config.pbtxt.",
-                ) from error
-            refused = _SIZE.search(str(error))
+            refused = _REFUSED.search(str(error))
             if refused is None:
                 raise
-            leaf, dim = int(refused["leaf"]), int(refused["dim"])
-            # Not the whole shape: rows that fill the batch are no client's.
             raise InputError(
-                f"input '{names[leaf]}' has the size {leaves[leaf].shape[dim]} in dimension {dim}",
-                expected=f"{_RELATIONS[refused['relation']]} {refused['limit']}, for which the"
-                " package was compiled",
+                f"input '{names[int(refused[1])]}' does not fit the compiled package: {refused[2]}"
             ) from error
 
     if not config.max_batch_size:
@@ -143,7 +126,7 @@ def _checked(
 
 
 def _rows(call: _Run, row: list[Tensor]) -> Rows:
-    """Return how many rows a package takes, from a call with one.
+    """Return how many rows a package takes, from a call with one; ConfigError for a wrong dtype.
 
     Most packages with a dynamic batch take at least two, because torch.export specializes a size
     of 1. Packages for a single batch size take exactly that.
@@ -154,24 +137,13 @@ def _rows(call: _Run, row: list[Tensor]) -> Rows:
     except RuntimeError:  # up to torch 2.11, which prints the limit
         return Rows(2)
     except InputError as error:
-        refused = _SIZE.search(str(error.__cause__))
-        if refused is not None and refused["dim"] == "0":
-            limit = int(refused["limit"])
-            return Rows(limit, limit if refused["relation"] == ":" else None)
+        if "unmatched dtype" in str(error):
+            raise ConfigError(error.found, cure="Write that type into config.pbtxt.") from error
+        limited = _ROWS.search(str(error))
+        if limited is not None:
+            limit = int(limited[2])
+            return Rows(limit, limit if limited[1] == ":" else None)
     return ANY_ROWS
-
-
-@contextlib.contextmanager
-def _temporary_folder(folder: str) -> Iterator[None]:
-    """Let torch create its temporary files in a folder."""
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = folder
-    try:
-        yield
-    finally:
-        del os.environ["TMPDIR"]
-        if before is not None:
-            os.environ["TMPDIR"] = before
 
 
 def device_of(path: Path) -> torch.device:
@@ -188,7 +160,6 @@ def device_of(path: Path) -> torch.device:
 
 _LABELS = {
     "AOTI_DEVICE_KEY": "device",
-    "AOTI_PLATFORM": "platform",
     "AOTI_MACHINE": "processor",
     "AOTI_CPU_ISA": "instruction set",
     "AOTI_COMPUTE_CAPABILITY": "GPU architecture",
@@ -207,13 +178,15 @@ _ISA_FLAGS = {
 
 def mismatch(path: Path, device: torch.device | None) -> str:
     """Return how the machine that a package was built for differs from this one; empty: it fits."""
-    built = discovery.aoti_metadata(path)
-    here = this_machine(device)
-    return ", ".join(
-        f"{label} {built[key]} (here: {here[key]})"
-        for key, label in _LABELS.items()
-        if built.get(key) and not _fits(key, built[key], here[key])
-    )
+    built, here = discovery.aoti_metadata(path), this_machine(device)
+    differences = []
+    for key, label in _LABELS.items():
+        needed = {*built.get(key, "").partition("+")[0].split()}
+        if key == "AOTI_CPU_ISA":
+            needed &= _ISA_FLAGS.keys()
+        if not needed <= {*here[key].split()}:
+            differences.append(f"{label} {built[key]} (here: {here[key]})")
+    return ", ".join(differences)
 
 
 def this_machine(device: torch.device | None) -> dict[str, str]:
@@ -224,17 +197,8 @@ def this_machine(device: torch.device | None) -> dict[str, str]:
     flags = set(cpuinfo.partition("\nflags")[2].partition("\n")[0].split())
     return {
         "AOTI_DEVICE_KEY": "cuda" if on_gpu else "cpu",
-        "AOTI_PLATFORM": sys.platform,
         "AOTI_MACHINE": platform.machine(),
         "AOTI_CPU_ISA": " ".join(name for name, flag in _ISA_FLAGS.items() if flag in flags),
         "AOTI_COMPUTE_CAPABILITY": "".join(map(str, capability)) or "none",
-        "torch_version": torch.__version__,
+        "torch_version": torch.__version__.partition("+")[0],
     }
-
-
-def _fits(key: str, built: str, here: str) -> bool:
-    if key == "AOTI_CPU_ISA":
-        return {*built.split()} & _ISA_FLAGS.keys() <= {*here.split()}
-    if key == "torch_version":
-        return built.partition("+")[0] == here.partition("+")[0]
-    return built == here
