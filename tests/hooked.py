@@ -303,9 +303,7 @@ BAD = (
         "wrong_signature",
         COUNTS.replace("result: Tensor, parameters", "result: Tensor, labels: list"),
         COUNTS_CONFIG,
-        "Hooks.postprocess(result: torch.Tensor, labels: list) -> dict in hooks.py",
-        "missing a required argument: 'labels'",
-        "expected postprocess(self, result), with parameters as the last argument if it takes them",
+        "postprocess() in hooks.py fails at TypeError: missing a required argument: 'labels'",
     ),
     _refused(
         "without_example",

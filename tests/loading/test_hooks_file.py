@@ -71,11 +71,10 @@ class Hooks:
             f"class Hooks:\n    def __init__(self):\n        raise OSError('no labels')\n{_POST}",
             "Hooks() in hooks.py fails at line 3: OSError: no labels",
         ),
-        ("def Hooks(): ...\n", "hooks.py does not define the class Hooks"),
         ("class Hooks:\n    def add(self): ...\n", "the class Hooks in hooks.py has no hooks"),
         (
             "class Hooks:\n    postprocess = 3\n",
-            "in hooks.py cannot be called: 3 is not a callable",
+            "in hooks.py fails at TypeError: 3 is not a callable",
         ),
         (
             method("def inference(self, module, batch)"),
@@ -106,45 +105,27 @@ def test_signatures(tmp_path: Path) -> None:
         assert hooks.takes_parameters == ("parameters" in definition)
 
 
-@pytest.mark.parametrize(
-    ("definition", "message"),
-    [
-        ("def collate(self)", "expected collate(self, items)"),
-        ("def postprocess(self, result, labels)", "missing a required argument: 'labels'"),
-        ("def postprocess(self, parameters, result)", "multiple values for argument 'parameters'"),
-        (
-            "def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)",
-            "Hooks in hooks.py has preprocess_batch() and collate()",
-        ),
-    ],
-)
-def test_refused_signatures(definition: str, message: str, tmp_path: Path) -> None:
-    """A method with other arguments is refused with the expected ones."""
-    with pytest.raises(ArtifactError) as refusal:
-        load(tmp_path, method(definition))
-    assert message in str(refusal.value)
-    assert definition.partition("def ")[2].partition("(")[0] in str(refusal.value)
+def test_hooks_that_exclude_each_other(tmp_path: Path) -> None:
+    """Two methods that do the same are refused."""
+    code = "def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)"
+    with pytest.raises(ArtifactError, match=r"has preprocess_batch\(\) and collate\(\)"):
+        load(tmp_path, method(code))
 
 
 @pytest.mark.parametrize(
     ("definition", "overrides", "message"),
     [
         ("def collate(self, items)", {"max_batch_size": 0}, "collate(), and max_batch_size is 0"),
-        ("def preprocess(self, x)", {"pad": {"x": {}}}, "PAD is set"),
+        ("def preprocess(self, x)", {"pad": {"x": {}}}, "has PAD"),
         (
             "def preprocess(self, x)",
             {"batch_outputs": (BatchOutput("y", "x"),)},
-            "config.pbtxt has batch_input or batch_output, and the model has hooks",
-        ),
-        (
-            "def preprocess(self, x, parameters)",
-            {"inputs": (build.spec("x"), build.spec("parameters"))},
-            "an input is named parameters",
+            "has batch_input or batch_output",
         ),
         (
             "def preprocess(self, x, parameters)",
             {"response_cache": True},
-            "response_cache is enabled, and Hooks reads the parameters of requests",
+            "has response_cache, which compares no parameters",
         ),
     ],
 )

@@ -39,8 +39,6 @@ HOOK_METHODS = ("preprocess", "preprocess_batch", "collate", "postprocess", "pos
 _EXPECTED = f"some of the methods {', '.join(HOOK_METHODS)}"
 # The name of the argument through which a hook receives the parameters of a request.
 ARGUMENT = "parameters"
-# The argument of the hooks that do not take the inputs by name.
-_ARGUMENTS = {"collate": "items", "postprocess": "result", "postprocess_batch": "result"}
 _PER_BATCH = ("collate", "preprocess_batch", "postprocess_batch")
 # Methods that exclude each other.
 _EXCLUSIVE = (
@@ -207,58 +205,41 @@ def _construct(config: ModelConfig, path: Path) -> object:
 
 def _create_hook(path: Path, name: str, method: Callable[..., Tree]) -> Hook:
     """Return the hook of this name after checking its arguments."""
-    argument, signature = _ARGUMENTS.get(name), None
-    try:
+
+    def takes_parameters() -> bool:
         signature = inspect.signature(method)
-        takes_parameters = ARGUMENT in signature.parameters
-        if argument is not None:
-            signature.bind(argument, **({ARGUMENT: None} if takes_parameters else {}))
-    except (TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"Hooks.{name}{signature or ''} in {path.name} cannot be called: {error}",
-            expected=f"{name}(self, {argument or 'inputs by name'}), with {ARGUMENT} as the last"
-            " argument if it takes them",
-        ) from None
-    return Hook(name, method, takes_parameters, path)
+        parameters = {ARGUMENT: None} if ARGUMENT in signature.parameters else {}
+        if not name.startswith("preprocess"):  # that takes inputs by name, which are bound later
+            signature.bind("items or result", **parameters)
+        return bool(parameters)
+
+    cure = f"It takes one argument, and {ARGUMENT} behind it if it needs them."
+    return Hook(name, method, python_source.call(path, name, takes_parameters, cure), path)
 
 
 def _check_config(config: ModelConfig, hooks: Hooks) -> None:
     """Raise ConfigError if the config contradicts the hooks."""
-    reads, batched = hooks.takes_parameters, ", ".join(hooks.per_batch)
-    names = [spec.name for spec in config.inputs]
-    forward = "Do in forward() what the hooks do, or remove hooks.py."
-    rules = (
-        (
-            batched and not config.max_batch_size,
+    batched = ", ".join(hooks.per_batch)
+    if batched and not config.max_batch_size:
+        raise ConfigError(
             f"Hooks has {batched}(), and max_batch_size is 0",
-            "Set max_batch_size, or remove them: each request is then one item.",
+            cure="Set max_batch_size, or remove them: each request is then one item.",
+        )
+    excluded = {
+        "PAD": config.options.pad is not None,
+        "sequence_batching": config.sequencing is not None,
+        "batch_input or batch_output": config.concatenates,
+        "a decoupled policy": config.decoupled,
+        "response_cache, which compares no parameters of requests": (
+            hooks.takes_parameters and config.response_cache
         ),
-        (
-            config.options.pad is not None,
-            "PAD is set, and the model has hooks",
-            "Pad in collate() or preprocess_batch(), and remove PAD.",
-        ),
-        (config.sequencing, "config.pbtxt has sequence_batching, and the model has hooks", forward),
-        (
-            config.concatenates,
-            "config.pbtxt has batch_input or batch_output, and the model has hooks",
-            forward,
-        ),
-        (config.decoupled, "config.pbtxt has a decoupled policy, and the model has hooks", forward),
-        (
-            reads and ARGUMENT in names,
-            f"an input is named {ARGUMENT}, like the argument for a request's parameters",
-            "Rename the input.",
-        ),
-        (
-            reads and config.response_cache,
-            "response_cache is enabled, and Hooks reads the parameters of requests",
-            "Triton's cache compares tensors alone: remove response_cache.",
-        ),
-    )
-    for holds, problem, cure in rules:
-        if holds:
-            raise ConfigError(problem, cure=cure)
+    }
+    for setting, is_set in excluded.items():
+        if is_set:
+            raise ConfigError(
+                f"the model has hooks, and config.pbtxt has {setting}",
+                cure="Remove one of the two.",
+            )
 
 
 def row_signature(config: ModelConfig) -> Signature:
