@@ -39,8 +39,6 @@ def index(folder: Path, data: bytes) -> None:
     """An index of weights, and the files that it names."""
     path = folder / "model.safetensors.index.json"
     path.write_bytes(data)
-    with contextlib.suppress(ValueError):
-        discovery.weight_map(path)
     (folder / "model.py").touch()
     source_dependencies.find(folder / "model.py")
 

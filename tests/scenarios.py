@@ -1332,7 +1332,7 @@ LOAD_ERRORS = (
         "whole_module_as_weights",
         both(python(models.Affine), saved(nn.Linear(4, 4))),
         _X_TO_3,
-        "the weights model.pt hold torch.nn.modules.linear.Linear, which weights_only refuses",
+        "model.pt holds torch.nn.modules.linear.Linear, which weights_only refuses",
     ),
     refused(
         "state_dict_alone",

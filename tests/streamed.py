@@ -279,7 +279,7 @@ REFUSED = (
         scenarios.text(TICKER),
         config(_COUNT, _Y, more=_NOT_DECOUPLED),
         load_error=(
-            "forward() yields its results one by one, and the model is not decoupled",
+            "forward() makes a stream of results, and the model is not decoupled",
             "Write model_transaction_policy { decoupled: true } into config.pbtxt",
         ),
     ),
@@ -287,14 +287,14 @@ REFUSED = (
         "steps_in_unary",
         scenarios.text(CONTINUOUS),
         config({"start": "FP32", "count": "INT32"}, _Y, more=_NOT_DECOUPLED),
-        load_error=("begin() and step() make streams, and there is no forward()",),
+        load_error=("makes a stream of results",),
     ),
     Scenario(
         "stream_of_a_factory",
         scenarios.text(TICKER),
         config(_COUNT, _Y, more="")
         + 'parameters { key: "MODEL_FACTORY" value { string_value: "Ticker" } }\n',
-        load_error=("forward() yields its results one by one",),
+        load_error=("forward() makes a stream of results",),
     ),
     Scenario(
         "yields_in_autocast",

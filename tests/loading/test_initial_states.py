@@ -41,7 +41,7 @@ def test_initial_state_of_a_file(
     ("dtype", "content", "message"),
     [
         ("FP32", b"1234567", "holds 7 bytes; expected 8 bytes"),
-        ("BYTES", b"\2\0\0\0ab\5\0\0\0", "holds 2 strings; expected 2, each behind its length"),
+        ("BYTES", b"\2\0\0\0ab\5\0\0\0", "holds 1 string; expected 2 strings"),
     ],
 )
 def test_a_file_that_does_not_fit(dtype: str, content: bytes, message: str, tmp_path: Path) -> None:

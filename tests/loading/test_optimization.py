@@ -75,7 +75,7 @@ def test_method_of_torchscript_is_frozen(module: nn.Module) -> None:
     [
         ("freeze", ArtifactType.EXPORTED, "TORCH_COMPILE_OPTIONAL_PARAMETERS to .*freezing"),
         ("bf16", ArtifactType.AOTI, "remove OPTIMIZE"),
-        ("channels_last", ArtifactType.MODULE, "A function has no weights"),
+        ("channels_last", ArtifactType.MODULE, "It has no weights"),
         ("bf16", ArtifactType.EXPORTED, "Its code fixes the types"),
     ],
 )

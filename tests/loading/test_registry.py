@@ -130,19 +130,10 @@ def test_module_places_itself(tmp_path: Path) -> None:
     assert script.module(X).shape == (1, 3)
 
 
-def test_weights_beside_a_function_are_refused(tmp_path: Path) -> None:
-    """A file of weights beside a function is an error, unless WEIGHTS is none."""
-    store(tmp_path, "def double(x):\n    return 2 * x\n", state=STATE)
-    with pytest.raises(ArtifactError, match=r"model\.pt is beside a function.*WEIGHTS to \"none\""):
-        load(tmp_path)
-    assert load(tmp_path, weights="none").module(4) == 8
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model_factory": "make"}, "what model.py builds is an int; expected a torch.nn.Module"),
-        ({"model_class": "Size"}, "what model.py builds is a Size; expected a torch.nn.Module"),
+        ({"model_factory": "make"}, "cannot be determined: 3 is not a callable object"),
         ({"method": "decode"}, "METHOD is 'decode', which Net does not have"),
         ({"method": "size"}, "the arguments of what is served cannot be determined"),
     ],
@@ -151,7 +142,7 @@ def test_object_that_cannot_be_called(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """A model is a module, a function or a method, and its arguments are known."""
-    others = "from torch import relu\ndef make():\n    return 3\nclass Size: ...\n"
+    others = "from torch import relu\ndef make():\n    return 3\n"
     store(tmp_path, METHODS + others)
     with pytest.raises(ArtifactError, match=message):
         load(tmp_path, **options)
@@ -176,16 +167,13 @@ def save_program(path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "member", "old", "new"),
     [
-        ("TorchScript", "version", b"", None),
         ("TorchScript", ".py", b"forward", b"for ward"),
-        ("TorchScript", "data.pkl", b"offset", b"offsit"),  # a weight of another name
-        ("a torch.export program", "/weights/weight_0", b"", None),
         ("a torch.export program", "model.json", b"}", b""),
         ("a torch.export program", "archive_version", b"", b"999"),
     ],
 )
 def test_archive_that_cannot_be_loaded(
-    kind: str, member: str, old: bytes, new: bytes | None, tmp_path: Path
+    kind: str, member: str, old: bytes, new: bytes, tmp_path: Path
 ) -> None:
     """The error names the version of torch and its reason, and no folder."""
     path = build.write(tmp_path, "model.pt", "")
@@ -198,10 +186,8 @@ def test_archive_that_cannot_be_loaded(
     assert any(name.endswith(member) for name in members)
     with zipfile.ZipFile(path, "w") as file:
         for name, content in members.items():
-            if not name.endswith(member):
-                file.writestr(name, content)
-            elif new is not None:
-                file.writestr(name, content.replace(old, new))
+            is_changed = name.endswith(member)
+            file.writestr(name, content.replace(old, new) if is_changed else content)
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)
     text = str(raised.value)
@@ -223,53 +209,36 @@ def test_method_of_another_object_is_served(tmp_path: Path) -> None:
 # --- programs --------------------------------------------------------------------------------
 
 
-def test_options_of_sources(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """METHOD is refused for a package, which is one method; options without effect are logged."""
-    with zipfile.ZipFile(build.write(tmp_path, "model.pt2", ""), "w") as file:
-        file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
+def test_method_of_a_program(tmp_path: Path) -> None:
+    """METHOD is refused for a program, which is one method."""
+    save_program(build.write(tmp_path, "model.pt2", ""))
     with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is "):
         load(tmp_path, method="encode")
-    with pytest.raises(ArtifactError):  # it is not a package
-        load(tmp_path, model_class="Net", weights="none")
-    for option in ("MODEL_CLASS", "WEIGHTS"):
-        assert f"the parameter {option} has no effect: the" in caplog.text
-    assert "MODEL_KWARGS" not in caplog.text
 
 
 # --- streams ---------------------------------------------------------------------------------
 
-_STEPS = (
-    "def begin(self, {0}):\n        return {0}\n\n    def step(self, states):\n        return []"
-)
-_STREAMS = {
-    "generator": "def forward(self, x):\n        yield x",
-    "steps": _STEPS.format("x"),
-    "both": f"def forward(self, x):\n        return x\n\n    {_STEPS.format('y')}",
-    "plain": "def forward(self, x):\n        return x",
-}
+_STEPS = """
+from torch import nn
 
-
-def _streaming(folder: Path, which: str, **overrides: Any) -> Loaded:
-    text = f"from torch import nn\n\n\nclass Net(nn.Module):\n    {_STREAMS[which]}\n"
-    build.write(folder, "model.py", text)
-    return load(folder, **overrides)
+class Net(nn.Module):
+    def forward(self, x): ...
+    def begin(self, y): ...
+    def step(self, states): ...
+"""
 
 
 @pytest.mark.parametrize(
-    ("which", "overrides", "takes", "steps"),
+    ("overrides", "takes", "steps"),
     [
-        ("generator", {"decoupled": True}, "forward(x)", False),
-        ("steps", {"decoupled": True}, "begin(x)", True),
-        ("both", {"decoupled": True}, "begin(y)", True),
-        ("plain", {"decoupled": True}, "forward(x)", False),
-        ("both", {"decoupled": True, "method": "forward"}, "forward(x)", False),
-        ("both", {}, "forward(x)", False),
+        ({"decoupled": True}, "begin(y)", True),
+        ({"decoupled": True, "method": "forward"}, "forward(x)", False),
+        ({}, "forward(x)", False),
     ],
 )
-def test_entry_point(
-    which: str, overrides: dict[str, Any], takes: str, steps: bool, tmp_path: Path
-) -> None:
+def test_entry_point(overrides: dict[str, Any], takes: str, steps: bool, tmp_path: Path) -> None:
     """A decoupled model is served through begin() and step(); METHOD takes precedence."""
-    loaded = _streaming(tmp_path, which, **overrides)
+    build.write(tmp_path, "model.py", _STEPS)
+    loaded = load(tmp_path, **overrides)
     assert str(loaded.signature) == takes
     assert (loaded.step is not None) is steps

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.errors import ArtifactError, a_type
 from torch_py_backend.loading import initial_states, python_source, weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
-from torch_py_backend.values import Item, Strings, Value
+from torch_py_backend.values import Item, Value
 
 NAME = "example_inputs"
 TEXT = "text"  # the made-up string
@@ -41,29 +41,19 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     for source in filter(None, (artifact.hooks, of_model)):
         function = getattr(python_source.import_source(source), NAME, None)
         if function is not None:
-            return _from_function(source, function)
+            return python_source.call(source, NAME, partial(_examples, function))
     return None
 
 
-def _from_function(source: Path, function: Callable[[], object]) -> Item:
-    inputs: object = python_source.call(source, NAME, function)
-    if not isinstance(inputs, Mapping):
-        raise ArtifactError(
-            f"{NAME}() in {source.name} returns {a_type(inputs)}",
-            expected="a dict of tensors by input name",
-        )
+def _examples(function: Callable[[], Any]) -> Item:
+    """Return what a function returns, with strings as arrays of objects."""
     item: Item = {}
-    for name, value in inputs.items():
-        if isinstance(value, Tensor):
-            item[name] = value
-            continue
-        strings: Strings = np.asarray(value, dtype=np.object_)
-        if not all(isinstance(element, str | bytes) for element in strings.flat):
-            raise ArtifactError(
-                f"{NAME}() gives {a_type(value)} for '{name}'",
-                expected="a tensor, or a list of strings",
-            )
-        item[name] = strings
+    for name, value in dict(function()).items():
+        item[name] = value
+        if not isinstance(value, Tensor):
+            item[name] = strings = np.asarray(value, dtype=np.object_)
+            if not all(isinstance(element, str | bytes) for element in strings.flat):
+                raise TypeError(f"'{name}' is neither a tensor nor a list of strings")
     return item
 
 

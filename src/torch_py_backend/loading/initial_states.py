@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 
 import numpy as np
 import torch
@@ -57,33 +56,24 @@ def _one_row(config: ModelConfig, state: State) -> Value:
             f"{role} cannot be read: {error.strerror}",
             expected=f"{_FOLDER}/{state.file} in the model's folder",
         ) from None
+    count = math.prod(state.initial)
     if name is None:
-        return _parse_strings(state, content)
+        texts = []  # each follows its length in four bytes
+        while len(content) >= (end := 4 + int.from_bytes(content[:4], "little")):
+            texts.append(content[4:end])
+            content = content[end:]
+        _check(role, len(texts), count, "string")
+        strings: Strings = np.empty(count, dtype=np.object_)
+        strings[:] = texts[:count]
+        return strings.reshape(state.initial)
     dtype: torch.dtype = getattr(torch, name)
-    needed = math.prod(state.initial) * dtype.itemsize
-    if len(content) < needed:
-        raise _misfit(state, counted(len(content), "byte"), counted(needed, "byte"))
-    if not needed:  # torch.frombuffer refuses empty buffers
+    size = count * dtype.itemsize
+    _check(role, len(content), size, "byte")
+    if not size:  # torch.frombuffer refuses empty buffers
         return torch.zeros(state.initial, dtype=dtype)
-    return torch.frombuffer(bytearray(content[:needed]), dtype=dtype).reshape(state.initial)
+    return torch.frombuffer(bytearray(content[:size]), dtype=dtype).reshape(state.initial)
 
 
-def _parse_strings(state: State, content: bytes) -> Strings:
-    """Parse strings, each with its length in four bytes before its text."""
-    texts, position, count = [], 0, math.prod(state.initial)
-    while position + 4 <= len(content):
-        (size,) = struct.unpack_from("<I", content, position)
-        position += 4 + size
-        texts.append(content[position - size : position])
-    if position != len(content) or len(texts) != count:
-        expected = f"{count}, each behind its length"
-        raise _misfit(state, f"{len(texts)} strings", expected)
-    strings: Strings = np.empty(len(texts), dtype=np.object_)
-    strings[:] = texts
-    return strings.reshape(state.initial)
-
-
-def _misfit(state: State, found: str, expected: str) -> ArtifactError:
-    return ArtifactError(
-        f"the data_file of the state '{state.input}' holds {found}", expected=expected
-    )
+def _check(role: str, size: int, needed: int, unit: str) -> None:
+    if size < needed:
+        raise ArtifactError(f"{role} holds {counted(size, unit)}", expected=counted(needed, unit))

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, a_type, join_names, summarize
+from torch_py_backend.errors import ArtifactError, ConfigError, join_names, summarize
 from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import NO_FORWARD, Forward, Loaded
@@ -121,17 +121,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         served, pretrained = construct_from_package(config, artifact)
     else:
         served = construct(config, artifact)
-    if not callable(served):
-        raise ArtifactError(
-            f"what {artifact.path.name} builds is {a_type(served)}",
-            expected="a torch.nn.Module or a function",
-        )
     owner = served if isinstance(served, nn.Module) else None
-    if owner is None and artifact.weights is not None:
-        raise ArtifactError(
-            f"{artifact.weights.name} is beside a function, which has no weights",
-            cure='Remove the file, or set the parameter WEIGHTS to "none".',
-        )
     if owner is not None:
         if not pretrained and not artifact.weightless:
             weights.load_into(config, artifact, owner)
@@ -148,8 +138,15 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         raise ArtifactError(
             f"the arguments of what is served cannot be determined: {error}"
         ) from error
-    if not config.decoupled:
-        _refuse_streams(served, described, name)
+    is_stream = introspection.is_generator(described) or (
+        _has_steps(served) and getattr(described, "__func__", None) is NO_FORWARD
+    )
+    if is_stream and not config.decoupled:
+        raise ConfigError(
+            f"{name}() makes a stream of results, and the model is not decoupled",
+            cure="Write model_transaction_policy { decoupled: true } into config.pbtxt; or let"
+            " forward() return all results at once.",
+        )
     return Loaded(artifact, called, signature, owner, step=step)
 
 
@@ -173,21 +170,6 @@ def _entry_point(
 
 def _has_steps(served: object) -> bool:
     return all(callable(getattr(served, name, None)) for name in ("begin", "step"))
-
-
-def _refuse_streams(served: object, described: Forward, name: str) -> None:
-    """Raise ConfigError for a streaming model; the config is not decoupled."""
-    if introspection.is_generator(described):
-        problem = f"{name}() yields its results one by one"
-    elif _has_steps(served) and getattr(described, "__func__", None) is NO_FORWARD:
-        problem = "begin() and step() make streams, and there is no forward()"
-    else:
-        return
-    raise ConfigError(
-        f"{problem}, and the model is not decoupled",
-        cure="Write model_transaction_policy { decoupled: true } into config.pbtxt; or let"
-        " forward() return all results at once.",
-    )
 
 
 # --- the object that is served ----------------------------------------------------------------

@@ -26,10 +26,14 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
 
     Raises:
         ArtifactError: the artifact cannot be loaded.
-        ConfigError: an option does not apply to artifacts of this type.
+        ConfigError: METHOD is set, and the artifact has one method.
     """
-    if artifact.kind not in (ArtifactType.MODULE, ArtifactType.FACTORY):
-        _check_options(artifact, config)
+    is_program = artifact.kind in (ArtifactType.EXPORTED, ArtifactType.AOTI)
+    if is_program and config.options.method is not None:
+        raise ConfigError(
+            f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
+            cure="It holds one method, the one that was exported; remove METHOD.",
+        )
     with beside_imported(artifact):
         if artifact.kind is ArtifactType.MODULE:
             hooks.refuse_in_model(artifact.path)
@@ -61,22 +65,6 @@ def beside_imported(artifact: Artifact) -> Iterator[None]:
         raise cause from cause.__cause__
 
 
-def _check_options(artifact: Artifact, config: ModelConfig) -> None:
-    """Refuse METHOD for programs, and log the options that an artifact without source ignores."""
-    options = config.options
-    if options.method is not None and artifact.kind is not ArtifactType.TORCHSCRIPT:
-        raise ConfigError(
-            f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
-            cure="It holds one method, the one that was exported; remove METHOD.",
-        )
-    for option in ("model_class", "model_kwargs", "weights"):
-        if getattr(options, option) is not None:
-            log.warning(
-                "the parameter %s has no effect: the artifact is complete in itself.",
-                option.upper(),
-            )
-
-
 LOADERS: Mapping[ArtifactType, Loader] = {
     ArtifactType.TORCHSCRIPT: torchscript.load,
     ArtifactType.MODULE: python_source.load,
@@ -101,13 +89,16 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
     names, kind = config.options.optimize, loaded.kind
     is_script = kind is ArtifactType.TORCHSCRIPT
     refusals: tuple[tuple[bool, Collection[str], str], ...] = (
-        (kind is ArtifactType.AOTI, names, "The package is compiled already; remove OPTIMIZE."),
         (
             kind is ArtifactType.EXPORTED,
             _CONVERSIONS,
             "Its code fixes the types: convert the module before you save it.",
         ),
-        (loaded.owner is None, ("channels_last", *_CONVERSIONS), "A function has no weights."),
+        (
+            loaded.owner is None,
+            ("channels_last", *_CONVERSIONS),
+            "It has no weights that can be converted; remove OPTIMIZE.",
+        ),
         (not is_script, ("freeze",), removed_names.FREEZING),
     )
     for holds, affected, cure in refusals:

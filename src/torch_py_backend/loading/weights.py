@@ -84,21 +84,17 @@ def read(config: ModelConfig, path: Path) -> dict[str, Any]:
         state = _read(config, path)
         if isinstance(state, dict) and all(isinstance(key, str) for key in state):
             return state
-        found = f"hold {a_type(state)} that is not a state_dict"
+        found = f"holds {a_type(state)} that is not a state_dict"
     except ArtifactError:  # of a shard
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
         refused = _REFUSED.search(str(error))
         found = f"cannot be read: {summarize(error)}"
         if refused:
-            found = f"hold {refused[1]}, which weights_only refuses to load"
-    if path.suffix == ".safetensors":  # weights, or an example
-        cure = "Write it again with safetensors.torch.save_file, or copy it again."
-        raise ArtifactError(f"{path.name} {found}", expected="safetensors", cure=cure)
+            found = f"holds {refused[1]}, which weights_only refuses to load"
     raise ArtifactError(
-        f"the weights {path.name} {found}",
-        expected="a state_dict of plain tensors that torch.save wrote, or safetensors",
-        cure="Save module.state_dict() there.",
+        f"{path.name} {found}",
+        expected="safetensors, or a state_dict of plain tensors that torch.save wrote",
     )
 
 
@@ -116,7 +112,7 @@ def _read(config: ModelConfig, path: Path) -> object:
         inside = discovery.is_inside(shard, config.folder, path.resolve().parent)
         if not inside or not shard.is_file():
             expected = "a file beside the index"
-            raise ArtifactError(f"the weights {path.name} name {name}", expected=expected)
+            raise ArtifactError(f"{path.name} names {name}", expected=expected)
         entries = read(config, shard)
         state |= {key: value for key, value in entries.items() if weight_map.get(key, name) == name}
     return state
