@@ -92,6 +92,8 @@ def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.pop("identity")["model"] == "function"
     assert report == {
         "artifact": "model.py: Python source and weights",
+        "device": "cpu",
+        "threads": [1, torch.get_num_interop_threads()],
         "weights": "0.0 MB of 0.0 MB shared by the instances",
         "options": {"NUM_THREADS": 1},
         "warnings": [problem],

@@ -92,8 +92,7 @@ def test_log_names_the_requests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ([""], "(1 request without an id)"),
-        (["a\nE1121 forged\x1b[0m", "", ""], "(requests a?E1121 forged?[0m, 2 without an id)"),
+        (["a\nE1121 forged\x1b[0m", "", ""], "(requests a?E1121 forged?[0m, without an id)"),
         (["x" * 1000], f"(requests {'x' * 64})"),
     ],
 )
@@ -108,9 +107,7 @@ def test_log_is_not_flooded(tmp_path: Path) -> None:
     model = load(tmp_path, Talks)
     model.execute([request(-value) for value in range(1, 31)])
     assert len(logged()) == 9
-    assert (
-        logged()[-1] == "model 'judge': the log does not show 22 more failures of the same batch."
-    )
+    assert logged()[-1] == "model 'judge': 22 more failures of the same batch."
 
 
 class Talks(torch.nn.Module):

@@ -25,27 +25,6 @@ def _build(config: ModelConfig) -> Any:
 
 
 @pytest.mark.usefixtures("process")
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ({}, "options {}"),
-        (
-            {"enable_jit_executor": False, "optimize": ("bf16",)},
-            'options {"OPTIMIZE": ["bf16"], "ENABLE_JIT_EXECUTOR": false}',
-        ),
-    ],
-)
-def test_summary(overrides: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """`summary` names the artifact, the device, the threads and the options of an instance."""
-    build.write(tmp_path, "model.py", models.source(models.Negate))
-    engine = _build(build.config(tmp_path, **overrides))
-    assert load.summary(engine, Threads(2, 3)) == (
-        "instance digits_0_0 serves model.py: Python source and weights on cpu;"
-        f" threads 2 intra-op, 3 inter-op; {says}."
-    )
-
-
-@pytest.mark.usefixtures("process")
 def test_gpu_of_a_model_that_places_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made current: each call ends by selecting the current GPU, which takes memory of it."""
     build.write(tmp_path, "model.py", models.source(models.Negate))

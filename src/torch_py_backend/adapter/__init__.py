@@ -129,8 +129,8 @@ class TritonPythonModel:
         self._modes.enter_context(runtime.mode(settings.options))
         # Not as the last step: a log message in transit while the load ends can hang Triton. The
         # metrics that follow wait until it has arrived.
-        log.info("%s", load.summary(self._engine, share))
         self._loaded = load.report(self._engine)
+        log.info("instance %s serves %s.", settings.instance, json.dumps(self._loaded))
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = metrics.Publisher(self._engine, self._status)
         self._modes.callback(self._publisher.close)

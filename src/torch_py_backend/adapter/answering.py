@@ -16,7 +16,6 @@ from torch_py_backend.errors import (
     InternalError,
     OutOfMemoryError,
     OutputError,
-    counted,
     join_names,
     summarize,
 )
@@ -150,19 +149,12 @@ class Answering:
         for (sentence, text), requests in list(reports.items())[:_MAX_LOGGED]:
             log.error("%s%s%s", sentence, _names(requests), f"\n{text}" if text else "")
         if len(reports) > _MAX_LOGGED:
-            log.error(
-                "the log does not show %s of the same batch.",
-                counted(len(reports) - _MAX_LOGGED, "more failure"),
-            )
+            log.error("%d more failures of the same batch.", len(reports) - _MAX_LOGGED)
         if self._failures.fatal is not None:
             self._on_fatal(self._failures.reason)
 
 
 def _names(requests: Sequence[Request]) -> str:
     """Return the IDs of a failure's requests for the log, where clients set them."""
-    known = [name for name in map(messages.request_id, requests) if name]
-    if not known:
-        return f" ({counted(len(requests), 'request')} without an id)"
-    unknown = len(requests) - len(known)
-    others = f", {unknown} without an id" if unknown else ""
-    return f" (requests {join_names(known)}{others})"
+    names = [messages.request_id(request) or "without an id" for request in requests]
+    return f" (requests {join_names(dict.fromkeys(names))})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import torch
 
@@ -48,7 +47,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
 
 
 def report(engine: Engine) -> dict[str, object]:
-    """Return what an engine loaded, how it shares its weights, and the options in effect."""
+    """Return what an engine loaded, its device, its threads (intra-op, inter-op), and options."""
     options = engine.config.options
     weights = f"{engine.mapped} shared by the instances"
     if sharing.requested(engine.config):
@@ -58,22 +57,14 @@ def report(engine: Engine) -> dict[str, object]:
     return {
         "artifact": f"{engine.loaded.artifact.path.name}: {engine.loaded.kind.value}",
         "weights": weights,
+        "device": str(engine.device),
+        "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
         "options": {
             row.key: value
             for row in TABLE
             if (value := getattr(options, row.key.lower())) != row.default
         },
     }
-
-
-def summary(engine: Engine, threads: Threads) -> str:
-    """Return a line for the log with what an instance loaded, and how it serves."""
-    config, loaded = engine.config, report(engine)
-    return (
-        f"instance {config.instance} serves {loaded['artifact']} on"
-        f" {engine.device}; threads {threads.intra_op} intra-op, {threads.inter_op} inter-op;"
-        f" options {json.dumps(loaded['options'])}."
-    )
 
 
 def _engine(
