@@ -37,14 +37,12 @@ def create(
 @pytest.mark.parametrize(
     ("pad", "lengths", "expected"),
     [
-        pytest.param(Pad((1,), (), 0, False, 1), [2, 3], [[1, 1, 0], [1, 1, 1]], id="right"),
-        pytest.param(Pad((1,), (), 9, True, 1), [2, 3], [[9, 1, 1], [1, 1, 1]], id="left, a value"),
-        pytest.param(
-            Pad((1,), (), 0, False, 4), [2, 3], [[1, 1, 0, 0], [1, 1, 1, 0]], id="rounded"
-        ),
-        pytest.param(Pad((1,), (), 0, False, 4), [2], [[1, 1, 0, 0]], id="one item, rounded"),
-        pytest.param(Pad((1,), (), 0, False, 1), [0, 2], [[0, 0], [1, 1]], id="nothing in one"),
-        pytest.param(Pad((1,), (), 0, False, 8), [0], [[]], id="nothing at all"),
+        pytest.param(Pad((1,), 2, 0, False, 1), [2, 3], [[1, 1, 0], [1, 1, 1]], id="right"),
+        pytest.param(Pad((1,), 2, 9, True, 1), [2, 3], [[9, 1, 1], [1, 1, 1]], id="left, a value"),
+        pytest.param(Pad((1,), 2, 0, False, 4), [2, 3], [[1, 1, 0, 0], [1, 1, 1, 0]], id="rounded"),
+        pytest.param(Pad((1,), 2, 0, False, 4), [2], [[1, 1, 0, 0]], id="one item, rounded"),
+        pytest.param(Pad((1,), 2, 0, False, 1), [0, 2], [[0, 0], [1, 1]], id="nothing in one"),
+        pytest.param(Pad((1,), 2, 0, False, 8), [0], [[]], id="nothing at all"),
     ],
 )
 def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int]]) -> None:
@@ -59,7 +57,7 @@ def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int
 def test_several_axes_and_rows() -> None:
     """Images of different sizes share a batch, and their rows keep their order."""
     first, second = torch.full((2, 3, 1, 4), 1.0), torch.full((1, 3, 2, 2), 2.0)
-    gathered = Pad((2, 3), (1,), -1, False, 1).gather([first, second])
+    gathered = Pad((2, 3), 4, -1, False, 1).gather([first, second])
     assert isinstance(gathered, Tensor)
     assert gathered.shape == (3, 3, 2, 4)
     assert torch.equal(gathered[:2, :, :1], first)

@@ -163,24 +163,13 @@ class HookedPipeline:
 
     def stage(self, module: Module) -> GroupStage:
         """Return the stage that groups items, whose calls call the hooks for batches, too."""
+        gathering = _with_parameters if self.hooks.takes_parameters else lambda gather: gather
         if self.by_row:
-            group = self._group_rows(module)
-        else:
-            group = self.inputs.stage(lambda binding: partial(self._call_batch, module, binding))
-        if not self.hooks.takes_parameters:
-            return group
+            return self._group_rows(module, gathering(_gather_rows))
+        caller = partial(partial, self._call_batch, module)
+        return self.inputs.stage(caller, gathering)
 
-        def group_with_parameters(
-            entries: Sequence[Entry],
-        ) -> tuple[Sequence[Entry], Sequence[Group]]:
-            entries, groups = group(entries)
-            return entries, [
-                each._replace(gather=partial(_gather_parameters, each.gather)) for each in groups
-            ]
-
-        return group_with_parameters
-
-    def _group_rows(self, module: Module) -> GroupStage:
+    def _group_rows(self, module: Module, gather: Gather) -> GroupStage:
         """Return the stage that groups prepared items: all with collate(), else those alike."""
 
         def call(column: Value, *parameters: Value) -> Tree:
@@ -198,7 +187,7 @@ class HookedPipeline:
                     key = None if self.hooks.collate is not None else _key(first)
                 groups.setdefault(key, []).append((place, entry))
             members = [zip(*group, strict=True) for group in groups.values()]
-            return entries, [Group(_gather_rows, call, items, places) for places, items in members]
+            return entries, [Group(gather, call, items, places) for places, items in members]
 
         return group
 
@@ -272,17 +261,19 @@ def _gather_rows(items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]
     return [batches.concatenate(columns)], list(map(len, columns))
 
 
-def _gather_parameters(
-    gather: Gather, items: Sequence[Item]
-) -> tuple[Sequence[Value], Sequence[int]]:
-    """Gather items, with the parameters of each row in a column behind the others."""
-    columns, sizes = gather(items)
-    rows = [
-        values.parameters(item)
-        for item, size in zip(items, sizes, strict=True)
-        for _ in range(size)
-    ]
-    return [*columns, values.objects(rows)], sizes
+def _with_parameters(gather: Gather) -> Gather:
+    """Return what gathers items, with the parameters of each row in a column behind the others."""
+
+    def gather_items(items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]:
+        columns, sizes = gather(items)
+        rows = [
+            values.parameters(item)
+            for item, size in zip(items, sizes, strict=True)
+            for _ in range(size)
+        ]
+        return [*columns, values.objects(rows)], sizes
+
+    return gather_items
 
 
 def _copied(row: Tree) -> Tree:

@@ -186,17 +186,20 @@ class Inputs:
 
     # --- groups --------------------------------------------------------------------------------
 
-    def stage(self, caller: Caller) -> GroupStage:
+    def stage(
+        self, caller: Caller, gathering: Callable[[Gather], Gather] = lambda gather: gather
+    ) -> GroupStage:
         """Return the stage that refuses items and groups the others.
 
         Args:
             caller: makes the calls of the groups.
+            gathering: extends what gathers the items of the groups.
         """
 
         @functools.lru_cache(MAX_SETS)
         def call_of(left_out: frozenset[str]) -> tuple[Gather, Call]:
             binding = self._bound(left_out)
-            return self._gather(binding), self._converting(binding, caller(binding))
+            return gathering(self._gather(binding)), self._converting(binding, caller(binding))
 
         gather, call = call_of(frozenset())
 
@@ -307,7 +310,7 @@ def _choose_shape(config: ModelConfig, spec: TensorSpec, pad: Pad | None) -> Sha
         gather = ragged.flatten if spec.ragged and config.concatenates else batches.concatenate
         return Shape(_is_one, lambda _: None, _copied if spec.origin is Origin.STATE else gather)
     if pad is not None:
-        return Shape(pad.fit, pad.key, pad.gather)
+        return Shape(pad.fit, lambda _: None, pad.gather)
     if spec.ragged and config.concatenates:
         return Shape(partial(_fit_fixed, len(spec.dims) + 1), lambda _: None, ragged.flatten)
     fit = _fit_fixed if -1 not in spec.dims else _fit_equal

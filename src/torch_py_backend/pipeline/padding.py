@@ -33,14 +33,14 @@ class Pad:
 
     Attributes:
         axes: the axes to pad; the batch is axis 0.
-        others: the other axes, whose sizes Triton checks.
+        ndim: the number of axes; Triton checks the sizes of the others.
         value: the padding value.
         left: whether to pad before the values, not after them.
         multiple_of: round lengths up to a multiple of this.
     """
 
     axes: tuple[int, ...]
-    others: tuple[int, ...]
+    ndim: int
     value: float
     left: bool
     multiple_of: int
@@ -57,10 +57,6 @@ class Pad:
         """Return a length rounded up to a multiple."""
         return -(-length // self.multiple_of) * self.multiple_of
 
-    def key(self, value: Value) -> tuple[int, ...]:
-        """Return the part of a shape that must be equal for values to share a batch."""
-        return tuple([value.shape[axis] for axis in self.others])
-
     def length_class(self, value: Value) -> list[int]:
         """Return numbers that are equal for lengths of about the same size.
 
@@ -72,7 +68,7 @@ class Pad:
     def fit(self, values: Sequence[Value]) -> bool:
         """Return whether values can share a batch without much padding."""
         shapes = [value.shape for value in values]
-        if set(map(len, shapes)) != {1 + len(self.axes) + len(self.others)}:
+        if set(map(len, shapes)) != {self.ndim}:
             return False
         sent = sum(map(math.prod, shapes))
         return math.prod(self.padded_shape(shapes)) <= MOST_GROWTH * sent
@@ -163,8 +159,7 @@ class Padding:
                 name,
             )
         left = setting.get("side", "right") == "left"
-        others = tuple(axis for axis, dim in enumerate(spec.dims, 1) if dim != -1)
-        return Pad(axes, others, value, left, setting.get("multiple_of", 1))
+        return Pad(axes, 1 + len(spec.dims), value, left, setting.get("multiple_of", 1))
 
     def _add_mask(self, name: str, mask: str) -> None:
         spec, pad = self._specs.get(mask), self.pads[name]
@@ -172,7 +167,7 @@ class Padding:
         if spec is None or mask == name or spec.dtype.torch is None or spec.dims != dims:
             raise _refusal(f"the mask '{mask}'", f"another input of numbers of dims {list(dims)}")
         axes = tuple(range(1, len(pad.axes) + 1))
-        self.pads[mask] = Pad(axes, (), 0, pad.left, pad.multiple_of)
+        self.pads[mask] = Pad(axes, 1 + len(axes), 0, pad.left, pad.multiple_of)
         if spec.optional:
             self.masks[mask] = name
 
