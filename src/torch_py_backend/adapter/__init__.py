@@ -93,7 +93,6 @@ class TritonPythonModel:
         document = auto_complete_model_config.as_dict()
         status = instance_status.start_completing(document["name"])
         try:
-            execution_env.check_path(pb_utils.get_model_dir())
             execution_env.check_running_python(execution_env.environment_path(document))
             if completion.is_incomplete(document):
                 _complete(auto_complete_model_config, document)
@@ -104,7 +103,6 @@ class TritonPythonModel:
         return auto_complete_model_config
 
     def _start(self, args: Mapping[str, str]) -> None:
-        execution_env.check_path(args["model_repository"])
         settings = model_config.parse(args)
         execution_env.check_running_python(settings.options.execution_env_path or "")
         self._status = instance_status.start(settings)

@@ -47,14 +47,3 @@ def check_running_python(environment: str) -> None:
             f"{sys.executable}, which Triton's stub runs, has no {' and no '.join(missing)}",
             cure=f"Run {sys.executable} -m pip install {' '.join(missing)}.",
         )
-
-
-def check_path(folder: str) -> None:
-    """Raise PlatformError if this Python, which may encode paths as ASCII, cannot open a folder."""
-    try:
-        os.fsencode(folder)
-    except UnicodeEncodeError:
-        raise PlatformError(
-            f"this Python opens ASCII paths only, and the model is in {folder!a}",
-            cure="Rename the folder, or use a server after Triton 24.10, whose Python has UTF-8.",
-        ) from None
