@@ -412,18 +412,6 @@ COMPLETED = (
         "expected example_inputs.safetensors",
     ),
     scenarios.refused(
-        "complete_without_dims",
-        scenarios.python(One),
-        _BARE
-        + "max_batch_size: 8\n"
-        + tensor("input", "x", [4])
-        + tensor("input", "t", [])
-        + tensor("output", "y", [])
-        + _option("WEIGHTS", "none"),
-        "'t' in config.pbtxt has no data_type or no dims",
-        "for one value per row: dims: [ 1 ] reshape { shape: [ ] }",
-    ),
-    scenarios.refused(
         "complete_crashes",
         scenarios.text("import ctypes\n\nctypes.string_at(0)\n"),
         _BARE,

@@ -21,6 +21,7 @@ TABLE: dict[str, tuple[str, str]] = {
         VALID.replace("dims: [ -1 ]", 'dims: [ -1 ] label_filename: "no.txt"'),
         "the label_filename of output 'y' is 'no.txt', which is not in the model's folder",
     ),
+    "no_dims": (_input("dims: [ ]"), "input 'x' has dims []"),
     "no_size": (_input("dims: [ 0 ]"), "input 'x' has dims [0]"),
     "negative_size": (_input("dims: [ 4, -2 ]"), "input 'x' has dims [4, -2]"),
     "negative_batch": (_input("dims: [ 4 ]", rows=-1), "max_batch_size is -1"),

@@ -102,4 +102,4 @@ def test_refused(s3: stores.S3, tmp_path: Path) -> None:
     url = "s3://bucket/models/scale/1"
     with supervised.serve(url, f"--cache={tmp_path / 'cache'}", **s3.variables) as served:
         assert served.process.wait(60) == 1
-        assert f"{url} holds no models" in served.log
+        assert "holds no models" in served.log

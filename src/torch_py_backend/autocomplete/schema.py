@@ -71,13 +71,6 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
             expected="data_type and dims of each input and output",
             cure="Write them into config.pbtxt.",
         )
-    for entry in (*document.get("input", ()), *document.get("output", ())):
-        if not pbtxt.is_complete(entry):
-            raise ConfigError(
-                f"'{entry['name']}' in config.pbtxt has no data_type or no dims",
-                expected="both, or no list of inputs or outputs; for one value per row: dims: [ 1 ]"
-                " reshape { shape: [ ] } (without max_batch_size: dims: [ 1 ] alone)",
-            )
     config = model_config.parse(arguments, complete=False)
     listed = model_config.listed_inputs(arguments)
     batched = None

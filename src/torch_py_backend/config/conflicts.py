@@ -101,6 +101,7 @@ def check_for_triton(document: Document) -> None:
     refuse(rows < 0, f"max_batch_size is {rows}", "the largest number of rows, or 0")
     for role in ("input", "output"):
         for entry in document[role]:
-            is_wrong = any(size < 1 and size != -1 for size in entry["dims"])
-            found = f"{role} '{entry['name']}' has dims {entry['dims']}"
+            dims = entry["dims"]
+            is_wrong = not dims or any(size < 1 and size != -1 for size in dims)
+            found = f"{role} '{entry['name']}' has dims {dims}"
             refuse(is_wrong, found, "sizes of at least 1, or -1 for any size")

@@ -88,11 +88,6 @@ def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
     )
 
 
-def is_complete(entry: Document) -> bool:
-    """Return whether an input or output has its type and dims."""
-    return entry.get("data_type", NO_TYPE) != NO_TYPE and bool(entry.get("dims"))
-
-
 def text(folder: Path) -> str:
     """Return the text of config.pbtxt; empty if the file does not exist."""
     path = folder / "config.pbtxt"

@@ -14,14 +14,12 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ToolError
 from torch_py_backend.loading import discovery
-from torch_py_backend.model_folders import config_text
+from torch_py_backend.model_folders import config_text, trial
 from torch_py_backend.model_folders.artifact_files import ArtifactFiles
-from torch_py_backend.processes import child_process
 
 
 def check_name(name: str) -> None:
@@ -68,15 +66,8 @@ def create(
         document["parameters"] = pbtxt.parameters(artifact.parameters)
         if discovery.is_cuda_package(folder / "1" / next(iter(artifact.files))):
             document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
-        report: JsonObject = child_process.run(
-            "torch_py_backend.model_folders.inspection:configure",
-            {
-                "arguments": pbtxt.arguments(folder, "1", document),
-                "pretrained": artifact.pretrained_config,
-                "settings": dict(settings),  # a mappingproxy is no JSON
-            },
-            completion.LIMIT_S,
-        )
+        new = {"pretrained": artifact.pretrained_config, "settings": dict(settings)}
+        report = trial.inspect(folder, "1", document, new=new)
         config_text.write(folder, report)
     return report
 
@@ -86,8 +77,7 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     """Yield the path of a model folder to write, which replaces the target when the block ends.
 
     It is in a temporary folder until then: a server that watches the repository never sees a part
-    of it. If the block raises, the target stays as it was; a repository that was created for it is
-    removed again, with its parents.
+    of it. If the block raises, the target stays as it was.
 
     Raises:
         ToolError: the folder cannot be written, or something exists there that is not replaced.
@@ -95,12 +85,9 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     """
     if os.path.lexists(target):
         _refuse(target, force=force)
-    created: list[Path] = []
-    repository = target.parent
     try:
-        created += [path for path in (repository, *repository.parents) if not path.exists()]
-        repository.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".scratch-", dir=repository) as scratch:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".scratch-", dir=target.parent) as scratch:
             folder = Path(scratch) / target.name
             yield folder
             if os.path.lexists(target):
@@ -108,10 +95,6 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
             folder.rename(target)
     except OSError as error:
         raise ToolError(f"cannot make {target}: {error}") from error
-    finally:
-        for path in created:
-            with contextlib.suppress(OSError):  # it has the model
-                path.rmdir()
 
 
 def _refuse(target: Path, *, force: bool) -> None:

@@ -21,7 +21,7 @@ from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, LoadError, OutputError
+from torch_py_backend.errors import BackendError, LoadError, OutputError, counted
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.loading.discovery import HOOKS
 from torch_py_backend.model_folders import artifact_files
@@ -33,19 +33,21 @@ from torch_py_backend.values import Item, Value
 _MOST_WARNINGS = 10_000
 _CURE = (
     "Check that the module can be built again from model_kwargs and its weights, that its answers"
-    " are not random, and that its code does not depend on the values of its inputs if it is"
-    " exported or traced."
-)
-_CURE_OF_ONE_ROW = (
-    "Set max_batch_size to 0 if the rows of a batch depend on each other; else check that the code"
-    " does not depend on the number of rows."
+    " are not random, and, if it is exported, that its code depends neither on the values of its"
+    " inputs nor on the number of rows."
 )
 
 
-def inspect(arguments: Mapping[str, str], reference: str | None = None) -> JsonObject:
+def inspect(
+    arguments: Mapping[str, str], reference: str | None = None, new: JsonObject | None = None
+) -> JsonObject:
     """Complete a config, load and warm up its model; return what it is, takes and gives, as JSON.
 
-    `reference` is a file with outputs for the example beside the model, to compare with its own.
+    Args:
+        arguments: Triton's arguments; the config may lack inputs and outputs.
+        reference: a file with outputs for the example beside the model, to compare with its own.
+        new: what is known of a model in a new folder, as `_complete` takes it; None: it has a
+            config.pbtxt.
 
     Raises:
         LoadError: the model cannot be served.
@@ -56,7 +58,9 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> JsonO
     warnings = BufferingHandler(_MOST_WARNINGS)
     warnings.setLevel(logging.WARNING)
     document = json.loads(arguments["model_config"])
-    if completion.is_incomplete(document):
+    if new is not None:
+        _complete(arguments, document, **new)
+    elif completion.is_incomplete(document):
         completion.fill(document, schema.describe(arguments))
     conflicts.check_for_triton(document)
     settings = model_config.parse({**arguments, "model_config": json.dumps(document)})
@@ -83,15 +87,17 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> JsonO
     }
 
 
-def configure(arguments: Mapping[str, str], pretrained: Document, settings: Document) -> JsonObject:
-    """Complete the config of a new model folder, and return the report of `inspect`.
+def _complete(
+    arguments: Mapping[str, str], document: JsonObject, pretrained: Document, settings: Document
+) -> None:
+    """Complete the config of a new model folder, which may list inputs, and has no batch size.
 
     Args:
-        arguments: Triton's arguments; the config may list inputs, and has no batch size.
+        arguments: Triton's arguments.
+        document: the config, which is changed in place.
         pretrained: the contents of config.json of transformers; empty for other models.
         settings: entries of config.pbtxt for a model with a batch dimension.
     """
-    document = json.loads(arguments["model_config"])
     if pretrained:
         names = schema.signature(arguments).named
         if kwargs := artifact_files.pretrained_kwargs(names):
@@ -107,7 +113,6 @@ def configure(arguments: Mapping[str, str], pretrained: Document, settings: Docu
     completion.fill(document, inferred)
     if document["max_batch_size"]:
         document |= {"dynamic_batching": {}, **settings}
-    return inspect({**arguments, "model_config": json.dumps(document)})
 
 
 def _described(spec: TensorSpec) -> str:
@@ -133,11 +138,11 @@ def _compare(engine: Engine, reference: str) -> None:
             error = difference(outputs[name], wanted)
             limit = MAX_ERROR_REDUCED if reduced else tolerance(wanted)
             if not error <= limit:
-                place = "for a batch of one row" if count < rows else "of the saved model"
                 raise OutputError(
-                    f"output '{name}' {place} differs from the module's own by {error:.2g}",
+                    f"output '{name}' of the saved model differs from the module's own by"
+                    f" {error:.2g} for {counted(count, 'row')}",
                     expected=f"at most {limit:g}",
-                    cure=_CURE_OF_ONE_ROW if count < rows else _CURE,
+                    cure=_CURE,
                 )
 
 

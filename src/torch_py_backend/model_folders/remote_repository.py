@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_py_backend.config import repository as repositories
 from torch_py_backend.errors import LoadError, ToolError
 from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.server import fetch
@@ -26,11 +25,6 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
     folder = fetch.fetch(url, cache or _default_cache(), report)
     if url.startswith("hf://") and (folder / "config.json").is_file():
         return _with_model_folder(folder, url)
-    models = repositories.models(folder)
-    if models == [folder]:
-        raise ToolError(f"{url} is a model; expected the repository that holds it.")
-    if not models:
-        raise ToolError(f"{url} holds no models; expected folders with a config.pbtxt.")
     return folder
 
 

@@ -29,18 +29,24 @@ def inspect(
     folder: Path,
     version: str,
     document: Document,
-    reference: Path | None = None,
     seconds: float = completion.LIMIT_S,
+    **more: object,
 ) -> JsonObject:
-    """Complete a config as a server does, try the model, and return `inspection.inspect`'s report.
+    """Try a model in a child process, and return the report of `inspection.inspect`.
+
+    Args:
+        folder: the model folder.
+        version: the version to try.
+        document: the config, which may lack inputs and outputs.
+        seconds: the time limit.
+        more: further arguments of `inspection.inspect`, as JSON.
 
     Raises:
         LoadError: the model cannot be served, or differs from the reference.
     """
-    task = "torch_py_backend.model_folders.inspection:inspect"
-    sent = {
-        "arguments": pbtxt.arguments(folder, version, document),
-        "reference": reference and str(reference),
-    }
-    report: JsonObject = child_process.run(task, sent, seconds)
+    report: JsonObject = child_process.run(
+        "torch_py_backend.model_folders.inspection:inspect",
+        {"arguments": pbtxt.arguments(folder, version, document), **more},
+        seconds,
+    )
     return report

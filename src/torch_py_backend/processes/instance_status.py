@@ -76,7 +76,6 @@ class InstanceStatus:
     ) -> None:
         folder = os.environ.get(VARIABLE, "")
         self._path: Path | None = None
-        self._poisoned = False
         if identity is not None and folder and Path(folder).is_dir():
             self._path = Path(folder) / f"{identity.pid}{SUFFIX}"
             self._report: dict[str, object] = {"identity": identity._asdict()}
@@ -84,12 +83,10 @@ class InstanceStatus:
             page = _word(state).to_bytes(8, sys.byteorder).ljust(_SIZE, b"\0")
             replace(self._path, page, 0o600)
             with self._path.open("r+b") as file:
-                page_map = mmap.mmap(file.fileno(), _SIZE)
+                # Reads and writes of an aligned word are atomic.
+                self._state = memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("Q")
         else:
-            page_map = mmap.mmap(-1, _SIZE)
-        # Reads and writes of an aligned word are atomic.
-        self._state = memoryview(page_map).cast("Q")
-        self._state[0] = _word(state)
+            self._state = _unpublished()
 
     def report(self, document: Mapping[str, object]) -> None:
         """Add to the report, as once the model is loaded and before Triton reports it READY."""
@@ -101,13 +98,11 @@ class InstanceStatus:
 
     def busy(self) -> None:
         """Report the start of a call."""
-        if not self._poisoned:
-            self._state[0] = _word(InstanceState.BUSY)
+        self._state[0] = _word(InstanceState.BUSY)
 
     def idle(self) -> None:
-        """Report the end of a load or a call. A poisoned instance stays poisoned."""
-        if not self._poisoned:
-            self._state[0] = _word(InstanceState.IDLE)
+        """Report the end of a load or a call."""
+        self._state[0] = _word(InstanceState.IDLE)
 
     def running_seconds(self) -> float:
         """Return the seconds since the start of the current call; 0 between calls."""
@@ -117,20 +112,27 @@ class InstanceStatus:
         return (time.monotonic_ns() - (word >> _STATE_BITS)) * 1e-9
 
     def poisoned(self, reason: str) -> None:
-        """Report that the instance cannot compute any more and must be replaced."""
+        """Report that the instance cannot compute any more and must be replaced.
+
+        Its files stay as they are now, so that the model is reloaded.
+        """
         self.report({"poisoned": reason})
-        self._poisoned = True
         self._state[0] = _word(InstanceState.POISONED)
+        self._path, self._state = None, _unpublished()
 
     def ended(self) -> None:
         """Report a normal end, after which the model is not reloaded. May be called twice."""
-        # A poisoned instance keeps its files, so that the model is reloaded.
-        if self._path is not None and not self._poisoned:
+        if self._path is not None:
             remove(self._path)
 
 
 def _word(state: InstanceState) -> int:
     return time.monotonic_ns() << _STATE_BITS | state
+
+
+def _unpublished() -> memoryview[int]:
+    """Return the memory of a state that no file has."""
+    return memoryview(bytearray(8)).cast("Q")
 
 
 def start(config: ModelConfig) -> InstanceStatus:

@@ -142,22 +142,22 @@ def _write(
     folder: Path, files: ModuleFiles, formats: Sequence[Format], document: Document
 ) -> list[str]:
     """Write the folder in the first format in which the module can be saved; return warnings."""
-    try:
-        return _write_format(folder, files, formats[0], document)
-    except (SaveError, LoadError) as error:
-        if len(formats) == 1:
-            raise
-        source = error
-    shutil.rmtree(folder)
-    try:
-        warnings = _write_format(folder, files, formats[1], document)
-    except (SaveError, LoadError) as program:
-        raise SaveError(
-            f"it can be saved neither as source ({source.found}) nor as a program"
-            f" ({program.found})",
-            cure=f"{source.cure} Or change forward() so that torch.export supports it.".lstrip(),
-        ) from program
-    return [f"saved as a torch.export program: {source.found}", *warnings]
+    reasons: list[SaveError | LoadError] = []
+    for kind in formats:
+        try:
+            warnings = _write_format(folder, files, kind, document)
+        except (SaveError, LoadError) as error:
+            reasons.append(error)
+            shutil.rmtree(folder)
+        else:
+            return [f"saved as a torch.export program: {each.found}" for each in reasons] + warnings
+    if len(reasons) == 1:
+        raise reasons[0]
+    source, program = reasons
+    raise SaveError(
+        f"it can be saved neither as source ({source.found}) nor as a program ({program.found})",
+        cure=source.cure,
+    ) from program
 
 
 def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Document) -> list[str]:
@@ -169,9 +169,9 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
     (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
     reference = None
     if files.example.outputs:
-        reference = folder.with_name("reference.pt")
+        reference = str(folder.with_name("reference.pt"))
         torch.save(files.example.outputs, reference)
-    report = trial.inspect(folder, "1", config, reference)
+    report = trial.inspect(folder, "1", config, reference=reference)
     config_text.write(folder, report)
     warnings: list[str] = report["warnings"]
     return warnings
