@@ -162,7 +162,6 @@ TABLE = (
         + tensor("output", "y", [3])
         + _parameters(_PYTHON_PARAMETERS),
         (Call({"x": _X}, {"y": scenarios.eager(_AFFINE, x=_X)}),),
-        logs=("Affine is served, the first in the alphabet",),
     ),
     Scenario(
         "strings",

@@ -452,10 +452,6 @@ def test_parts_without_rows() -> None:
 # --- load ------------------------------------------------------------------------------------
 
 
-def _of_text(x: str) -> Tensor:
-    return torch.ones(1)
-
-
 def _of_number(x: int) -> Tensor:
     return torch.ones(1)
 
@@ -464,12 +460,11 @@ def _of_number(x: int) -> Tensor:
     ("name", "function", "kind", "message"),
     [
         ("preprocess", lambda x: x, "BYTES", "is BYTES, and preprocess(x) has no annotation for"),
-        ("preprocess_batch", _of_text, "BYTES", "a str for the input 'x', and gets those of all r"),
         ("preprocess", _of_number, "FP32", "'x' is FP32, and preprocess() takes an int"),
     ],
 )
 def test_refused_hooks(name: str, function: Any, kind: str, message: str) -> None:
-    """Strings need an annotation, a method for all rows takes no single value, types must agree."""
+    """Strings need an annotation, and types must agree."""
     with pytest.raises(BindingError) as refusal:
         engine(doubled, {name: function}, inputs=(build.spec("x", kind),))
     assert message in str(refusal.value)

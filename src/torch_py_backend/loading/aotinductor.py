@@ -79,9 +79,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         rows, call = _checked(config, signature, package.run, device)
         if rows.least > 1:  # torch has printed its refusal of one row
             log.info(
-                "%s takes at least %d rows; smaller batches are filled up.",
-                path.name,
-                rows.least,
+                "%s takes at least %d rows; smaller batches are filled.", path.name, rows.least
             )
 
         def module(*leaves: Tensor) -> object:

@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import json
 import zipfile
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -251,8 +250,6 @@ def shard_files(weights: Path) -> dict[str, Path]:
 # --- types of files ---------------------------------------------------------------------------
 
 _HEAD_BYTES = 64
-# Suffixes of weights of other frameworks, which `save_pretrained` folders may hold too.
-_FOREIGN_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf")
 # The members of zip archives: a part of the name, its end, and the type.
 _MEMBERS = (
     ("/data/aotinductor/", "", ArtifactType.AOTI),
@@ -321,14 +318,3 @@ def weight_map(index: Path) -> dict[str, str]:
         Exception: it cannot be read, or is no index.
     """
     return dict(json.loads(index.read_bytes())["weight_map"])
-
-
-def pretrained_files(names: Collection[str]) -> list[str]:
-    """Return the files of a `save_pretrained` folder that PyTorch needs, of those in it.
-
-    A folder of the Hugging Face hub may hold the same weights for other frameworks, and twice for
-    PyTorch: as safetensors and pickled.
-    """
-    has_safetensors = any(name.endswith(".safetensors") for name in names)
-    unused = (*_FOREIGN_SUFFIXES, ".bin") if has_safetensors else _FOREIGN_SUFFIXES
-    return [name for name in names if not name.endswith(unused) and not name.startswith(".")]

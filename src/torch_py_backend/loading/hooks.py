@@ -259,7 +259,7 @@ def hook_signature(config: ModelConfig, hook: Hook) -> Signature:
     """Return the signature of a hook for inputs.
 
     Raises:
-        BindingError: it has no annotations for strings, or takes scalars for a batch.
+        BindingError: it has no annotations for strings.
     """
     signature = hook.signature()
     names = [spec.name for spec in config.inputs]
@@ -270,12 +270,5 @@ def hook_signature(config: ModelConfig, hook: Hook) -> Signature:
             raise BindingError(
                 f"input '{name}' is BYTES, and {signature} has no annotation for it",
                 expected="an annotation: bytes or str for one a row, list[bytes] or list[str]",
-            )
-        if takes.scalar and signature.name == "preprocess_batch":
-            raise BindingError(
-                f"{signature} takes {takes.value} for the input '{name}', and gets those of all"
-                " rows",
-                expected="a Tensor, list[str] or list[bytes]",
-                cure="Or name it preprocess, which is called for each row.",
             )
     return signature

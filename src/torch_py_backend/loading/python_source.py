@@ -277,18 +277,11 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
             f"{path.name} defines no nn.Module and no function",
             expected="one class derived from torch.nn.Module, or one function",
         )
+    if classes and config.python_runtime:  # as Triton's own runtime does
+        return classes[min(classes)]
     first, *others = {id(value): value for value in candidates.values()}.values()
     if not others:  # a class may have two names
         return first
-    if classes and config.python_runtime:
-        log.warning(
-            "%s defines %s; %s is served, the first in the alphabet, as Triton's own"
-            " runtime does. The parameter MODEL_CLASS names another.",
-            path.name,
-            join_names(classes),
-            min(classes),
-        )
-        return classes[min(classes)]
     raise ArtifactError(
         f"{path.name} defines {join_names(candidates)}",
         cure="Name the one to serve with the parameter MODEL_CLASS.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -77,9 +77,6 @@ LOADERS: Mapping[ArtifactType, Loader] = {
 # --- OPTIMIZE --------------------------------------------------------------------------------
 
 
-_CONVERSIONS = ("bf16", "fp16")
-
-
 def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
     """Apply the values of OPTIMIZE that change the model itself; return the callable for inputs.
 
@@ -87,28 +84,20 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
         ConfigError: an optimization does not apply to such an artifact.
     """
     names, kind = config.options.optimize, loaded.kind
-    is_script = kind is ArtifactType.TORCHSCRIPT
-    refusals: tuple[tuple[bool, Collection[str], str], ...] = (
-        (
-            kind is ArtifactType.EXPORTED,
-            _CONVERSIONS,
-            "Its code fixes the types: convert the module before you save it.",
-        ),
-        (
-            loaded.owner is None,
-            ("channels_last", *_CONVERSIONS),
-            "It has no weights that can be converted; remove OPTIMIZE.",
-        ),
-        (not is_script, ("freeze",), removed_names.FREEZING),
-    )
-    for holds, affected, cure in refusals:
-        refused = [name for name in names if name in affected]
-        if holds and refused:
-            raise ConfigError(
-                f"OPTIMIZE asks for {', '.join(refused)}, and the model is {kind.value}",
-                expected="what applies to it",
-                cure=cure,
-            )
+    is_script, has_weights = kind is ArtifactType.TORCHSCRIPT, loaded.owner is not None
+    is_convertible = has_weights and kind is not ArtifactType.EXPORTED
+    applies = {
+        "bf16": is_convertible,
+        "fp16": is_convertible,
+        "channels_last": has_weights,
+        "freeze": is_script,
+    }
+    refused = [name for name in names if not applies[name]]
+    if refused:
+        raise ConfigError(
+            f"OPTIMIZE asks for {', '.join(refused)}, which {kind.value} does not support",
+            cure=removed_names.FREEZING if "freeze" in refused else "Convert the module instead.",
+        )
     if loaded.owner is not None and config.options.weights_dtype is not None:
         loaded.owner.to(getattr(torch, config.options.weights_dtype))
     if loaded.owner is not None and "channels_last" in names:

@@ -85,8 +85,8 @@ def _pretrained(folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
             f"{folder} is a folder without a config.json of transformers",
             expected="a model's file, or a folder that save_pretrained wrote",
         ) from None
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    files = {name: folder / name for name in discovery.pretrained_files(names)}
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    files = {path.name: path for path in paths if not path.name.startswith(".")}
     factory = {"MODEL_FACTORY": f"transformers:{architecture}"}
     return ArtifactFiles({**files, **extra}, factory, config)
 
