@@ -24,7 +24,6 @@ from torch_py_backend.values import Item
 Format: TypeAlias = Literal["module", "export", "aoti"]
 
 _CHECK = "aot_inductor.check_lowerbound"
-_CURE = "Save it with another format."
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +67,10 @@ class ModuleFiles:
     def _write_source(self, folder: Path) -> dict[str, str]:
         """Write the class and its weights, or what `save_pretrained` writes; return the options."""
         name = type(self.module).__name__
-        parameters = {}
-        if self.kwargs:
-            try:
-                parameters["MODEL_KWARGS"] = json.dumps(self.kwargs)
-            except (TypeError, ValueError) as error:
-                raise SaveError(
-                    f"model_kwargs cannot be written as JSON: {error}",
-                    cure="Save with format='export'.",
-                ) from None
+        parameters = {"MODEL_KWARGS": json.dumps(self.kwargs)} if self.kwargs else {}
         if not self.pretrained:
             source_files.write(folder, "model", type(self.module), name)
-            _write_weights(self.module, folder / "model.safetensors")
+            torch.save(self.module.state_dict(), folder / "model.pt")  # tied weights stay tied
             return parameters | {"MODEL_CLASS": name}
         parts: list[Any] = [self.module, self.processor]
         for part in parts:
@@ -130,7 +121,9 @@ class ModuleFiles:
                 inductor_configs={_CHECK: False} if unchecked else {},
             )
         except Exception as error:  # of the module's own code, or the compiler's
-            raise SaveError(f"{failed}: {summarize(error)}", cure=_CURE) from error
+            raise SaveError(
+                f"{failed}: {summarize(error)}", cure="Save it with another format."
+            ) from error
 
 
 def _write_example(folder: Path, item: Item) -> None:
@@ -150,24 +143,3 @@ def _write_example(folder: Path, item: Item) -> None:
         lines.append(f"        {name!r}: {text},")
     with (folder / HOOKS).open("a", encoding="utf-8") as file:
         file.write("\n".join([*lines, "    }", ""]))
-
-
-def _write_weights(module: nn.Module, path: Path) -> None:
-    """Write the state_dict as safetensors, unless it is empty; tied weights once."""
-    own = module.state_dict(keep_vars=True)
-    state: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    try:
-        # Weights that are tied will be tied in the module that is built, too.
-        for key, value in {id(value): (key, value) for key, value in own.items()}.values():
-            tensor = value.detach().cpu().contiguous()
-            storage = tensor.untyped_storage().data_ptr()
-            state[key] = tensor.clone() if storage in storages else tensor
-            storages.add(storage)
-        if state:
-            safetensors.torch.save_file(state, path)
-    except Exception as error:  # sparse and quantized tensors, and states of other types
-        raise SaveError(
-            f"its weights cannot be written as safetensors: {summarize(error)}",
-            cure=_CURE,
-        ) from error

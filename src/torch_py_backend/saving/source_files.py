@@ -69,12 +69,7 @@ def _imported(folder: Path, stem: str, name: str, module: str, attribute: str) -
 
 def _written_out(folder: Path, stem: str, value: type, name: str) -> str:
     """Return the source of a class after the imports of what it uses."""
-    try:
-        text = textwrap.dedent(inspect.getsource(value))
-    except (OSError, TypeError) as error:
-        raise SaveError(
-            f"the source of {value.__name__} cannot be read: {error}", cure=_CURE
-        ) from None
+    text = textwrap.dedent(inspect.getsource(value))
     nodes = [*ast.walk(ast.parse(text))]
     names = [node for node in nodes if isinstance(node, ast.Name)]
     read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
