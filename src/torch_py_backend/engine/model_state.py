@@ -33,9 +33,8 @@ _REGISTERED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 class _Buffer(NamedTuple):
     """A buffer before the warm-up; `copy` is None if it may be a weight."""
 
-    name: str
     module: nn.Module
-    attribute: str
+    name: str
     tensor: Tensor
     version: object
     copy: Tensor | None
@@ -51,64 +50,66 @@ class ModelState:
 
     def __init__(self, engine: Engine) -> None:
         self._modules = dict(_modules(engine))
-        self._buffers: list[_Buffer] = []
+        self._buffers: dict[str, _Buffer] = {}
         left = _COPIED_BYTES
-        for name, module, attribute, tensor in _buffers(self._modules):
-            left -= tensor.nbytes
-            copied = tensor.clone() if left >= 0 else None
-            version = failures.version(tensor)
-            self._buffers.append(_Buffer(name, module, attribute, tensor, version, copied))
+        for path, module in self._modules.items():
+            for name, tensor in module.named_buffers(recurse=False):
+                left -= tensor.nbytes
+                copied = tensor.clone() if left >= 0 else None
+                buffer = _Buffer(module, name, tensor, failures.version(tensor), copied)
+                self._buffers[path + name] = buffer
         self._objects = dict(_objects(engine, self._modules))
         self._attributes = self._read()  # which keep their identities
         self._contents = self._hashes(self._attributes)
 
     def put_back(self) -> list[str]:
         """Put buffers back; return the names of everything else that the warm-up has changed."""
-        names = {name for name, *_ in _buffers(self._modules)}
-        changed = [*names.difference(buffer.name for buffer in self._buffers)]
-        for buffer in self._buffers:
-            present = getattr(buffer.module, buffer.attribute, None)
+        changed = []
+        for path, module in self._modules.items():
+            for name, _ in module.named_buffers(recurse=False):
+                if path + name not in self._buffers:
+                    changed.append(path + name)
+        for path, buffer in self._buffers.items():
+            present = getattr(buffer.module, buffer.name, None)
             if present is not None and failures.version(present) == buffer.version:
                 continue
             if buffer.copy is None or buffer.copy.shape != buffer.tensor.shape:
-                changed.append(buffer.name)
+                changed.append(path)
                 continue
             with torch.no_grad():  # into the same memory: graphs read it there
                 buffer.tensor.copy_(buffer.copy)
-            setattr(buffer.module, buffer.attribute, buffer.tensor)
-        then, now = self._contents, self._hashes(self._read())
-        return changed + [name for name in then | now if then.get(name) != now.get(name)]
+            setattr(buffer.module, buffer.name, buffer.tensor)
+        contents = self._hashes(self._read())
+        before = self._contents
+        changed += [path for path in before | contents if before.get(path) != contents.get(path)]
+        return changed
 
     def _read(self) -> dict[str, object]:
         """Return the attributes of all objects by their paths."""
         attributes = {}
         for path, part in self._objects.items():
             for name, value in _attributes(part).items():
-                attributes[f"{path}.{name}".lstrip(".")] = value
+                attributes[path + name] = value
         return attributes
 
     def _hashes(self, attributes: dict[str, object]) -> dict[str, int]:
         known = set(map(id, self._objects.values()))
-        return {name: _content(value, known) for name, value in attributes.items()}
+        return {path: _content(value, known) for path, value in attributes.items()}
 
 
 def _modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the model's modules with their paths."""
-    owner, module = engine.loaded.owner, engine.loaded.module
-    if owner is not None:
-        yield from owner.named_modules()
-    if module is not owner:  # a frozen TorchScript model has attributes of its own
-        script = getattr(module, "owner", module)  # of a method
+    """Yield the model's modules with their paths, each with a dot at its end."""
+    roots = [engine.loaded.owner]
+    if engine.loaded.module is not engine.loaded.owner:
+        # A frozen TorchScript model has attributes of its own.
+        script = getattr(engine.loaded.module, "owner", engine.loaded.module)  # of a method
         script = getattr(script, "_c", script)
         if isinstance(script, torch._C.ScriptModule):
-            yield from torch.jit._recursive.wrap_cpp_module(script).named_modules()
-
-
-def _buffers(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield the path of each buffer, and its module, name and tensor."""
-    for path, module in modules.items():
-        for name, tensor in module.named_buffers(recurse=False):
-            yield f"{path}.{name}".lstrip("."), module, name, tensor
+            roots.append(torch.jit._recursive.wrap_cpp_module(script))
+    for root in roots:
+        if root is not None:
+            for path, module in root.named_modules():
+                yield f"{path}.".lstrip("."), module
 
 
 # --- attributes ----------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def _objects(engine: Engine, modules: dict[str, nn.Module]) -> Iterator[tuple[st
     if engine.loaded.owner is None and not isinstance(served, types.FunctionType):
         yield "", served
     for hook in engine.hooks.defined if engine.hooks is not None else ():
-        yield "hooks", getattr(hook.method, "__self__", None)
+        yield "hooks.", getattr(hook.method, "__self__", None)
 
 
 def _attributes(part: object) -> dict[str, object]:
