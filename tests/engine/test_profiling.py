@@ -112,23 +112,6 @@ def test_unloading_ends_the_profile(more: str, tmp_path: Path) -> None:
     assert not torch._C._autograd._profiler_enabled()
 
 
-def test_requests_are_answered_if_the_profiler_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the profiler does not start, requests are answered, and the reason is logged once."""
-
-    def fail(profiler: torch.profiler.profile) -> None:
-        raise RuntimeError("Profiler is already enabled")
-
-    monkeypatch.setattr(torch.profiler.profile, "start", fail)
-    served = _Served(tmp_path)
-    served.send(BATCHES + 2)
-    served.model.finalize()
-    logged = [text for _, text in fake_triton.Logger.lines if "profiler" in text]
-    assert logged == ["model 'm': the profiler failed: RuntimeError: Profiler is already enabled."]
-    assert served.trace_files() == []
-
-
 def test_a_trace_that_cannot_be_written_costs_the_trace_only(tmp_path: Path) -> None:
     """If PROFILE_DIR becomes a file while the model serves, requests are answered."""
     served = _Served(tmp_path)

@@ -70,7 +70,7 @@ def test_rows_that_depend_on_each_other(
     """No load if auto-completion chose the batch; a warning for dynamic batching; else nothing."""
     (tmp_path / "config.pbtxt").write_text(_GAPS)
     config = build.config(tmp_path, dynamic_batching=dynamic)
-    with pytest.raises(ConfigError, match=r"'y' for a row alone .* auto-completion has chosen"):
+    with pytest.raises(ConfigError, match=r"'y' for a row alone .* or max_batch_size: 8"):
         warmup.check_rows(config, _call(_DEPENDENT[name]), {}, 7)
     (tmp_path / "config.pbtxt").write_text(_WRITTEN)
     caplog.clear()

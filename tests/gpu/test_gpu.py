@@ -286,18 +286,6 @@ def test_a_broken_device_is_one_instances(code: str, tmp_path: Path, process: No
     other.ask(torch.rand(1, 4))
 
 
-_WHERE = "def f(x):\n    return x.new_full((len(x), 1), float(x.is_cuda))\n"
-
-
-@_CUDA
-def test_a_gpu_that_is_named_by_its_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As parts of a GPU (MIG) are, which have no number in CUDA_VISIBLE_DEVICES."""
-    gpu = torch.cuda.get_device_properties(0)
-    kind = "MIG" if " MIG " in gpu.name else "GPU"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{kind}-{gpu.uuid}")
-    assert _answers(tmp_path, _net(_WHERE, 1), [1.0]) == [[[1.0], True]]
-
-
 @_CUDA
 def test_batches_that_do_not_fit_on_the_gpu(tmp_path: Path) -> None:
     """They run in pieces; a row beyond CUDA_MEMORY_FRACTION gets 503; the instance serves on."""
@@ -393,33 +381,6 @@ def test_the_owner_of_weights_killed(tmp_path: Path) -> None:
             answers = [json.loads(one.ask("[1.0]"))[0][0] for _ in range(20)]
             assert {answer for answer in answers if isinstance(answer, float)} <= {expected}
             assert "owned the weights has ended" in str(answers[-1])
-
-
-# Computes on another GPU, for long, and leaves its output there.
-_FAR = """class Far(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("weight", torch.eye(4096, device="cuda:0"), persistent=False)
-
-    def forward(self, x):
-        far = x.to("cuda:1")
-        work = self.weight.to("cuda:1")
-        for _ in range(50):
-            work = work @ work
-        return far * 2 * work[0, 0]
-"""
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_an_output_on_another_device_is_waited_for(tmp_path: Path, process: None) -> None:
-    """KIND_MODEL: a copy runs on the current stream of its source's device.
-
-    See Tensor.copy_ in ATen/native/cuda/Copy.cu, which takes that stream of the source's device.
-    """
-    served = Served(tmp_path, _net(_FAR), "MODEL")
-    for number in range(20):
-        (output,) = served.ask(torch.full((1, 4), float(number)))
-        assert output.tolist() == [[2.0 * number] * 4]
 
 
 @_CUDA

@@ -1,4 +1,4 @@
-"""A real tritonserver with its instances on a GPU: answers, sequences, streams, memory, kill -9.
+"""A real tritonserver with its instances on a GPU: answers, sequences, streams, memory.
 
 `make gpu-site` packs the server for a bare machine. With GPU_DEVICE=cpu, the tests without the mark
 `_CUDA` run on the CPU, which proves that they run.
@@ -31,13 +31,11 @@ pytestmark = [
 ]
 
 try:
-    from torch_py_backend.processes.instance_status import InstanceState
     from torch_py_backend.server import triton_installation
 
     triton_installation.find()
     import grpc_streams
     import streamed
-    import supervised
     import tritonclient.grpc
     from serving import Serving, asked
 except (ToolError, ModuleNotFoundError) as error:
@@ -128,18 +126,3 @@ def test_cuda_shared_memory(serving: Serving) -> None:
         serving.grpc.infer("on_gpu", [sent], outputs=[wanted])
         answer = memory.get_contents_as_numpy(region, np.float32, [1, 3])
         np.testing.assert_allclose(answer, _Y, rtol=1e-3, atol=1e-4)
-
-
-def test_killed_instance(tmp_path: Path) -> None:
-    """`serve` replaces an instance that was killed."""
-    _lay_out(_affine("affine", 1), tmp_path)
-    with supervised.serve(tmp_path / "repository") as served:
-        served.wait_loaded()
-        expected = served.infer("affine", 3.0)
-        (killed,) = served.stubs("affine")
-        killed.kill()
-        supervised.until(
-            lambda: set(served.in_state("affine", InstanceState.IDLE)) - {killed}, served
-        )
-        supervised.until(lambda: served.ready("affine"), served)
-        assert served.infer("affine", 3.0) == expected

@@ -279,22 +279,18 @@ def check_rows(
         }
 
     batch, again = outputs(0, rows), outputs(0, rows)
-    reproducible = {
-        name: value
-        for name, value in batch.items()
-        if name in again and not differences.differs(again[name], value)
-    }
-    first, last = outputs(0, 1), outputs(rows - 1, rows)
-    name = differences.dependent_output(reproducible, first, last)
-    if name is None:
+    for name in list(batch):
+        if name not in again or differences.differs(again[name], batch[name]):
+            del batch[name]
+    dependent = differences.dependent_output(batch, outputs(0, 1), outputs(rows - 1, rows))
+    if dependent is None:
         return
-    source = "which auto-completion has chosen" if completed else "with dynamic_batching"
+    other = f"max_batch_size: {config.max_batch_size}" if completed else "remove dynamic_batching"
     problem = ConfigError(
-        f"output '{name}' for a row alone is another than for that row in a batch of {rows}, and"
-        f" max_batch_size is {config.max_batch_size}, {source}",
+        f"output '{dependent}' for a row alone is another than for that row in a batch of {rows}",
         expected="rows that do not depend on each other: Triton batches those of all clients",
         cure="Write the inputs and outputs with all their dims, and max_batch_size: 0, into"
-        f" config.pbtxt, or {'the max_batch_size' if completed else 'remove dynamic_batching'}.",
+        f" config.pbtxt, or {other}.",
     )
     if completed:
         raise problem
