@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
 
@@ -37,19 +38,14 @@ class ModelCaller:
 
     def send(self, called: Model, inputs: Mapping[str, Any]) -> Results:
         request = self._request(called, inputs)
-        if called.timeout is None:
-            return _results(called, request.exec)
-        return _in_time(called, request.exec, called.timeout)
+        with _errors(called):
+            return _read(called, _in_time(request.exec, called.timeout))
 
     async def send_async(self, called: Model, inputs: Mapping[str, Any]) -> Results:
         request = self._request(called, inputs)
-        try:
+        with _errors(called):
             response = await asyncio.wait_for(request.async_exec(), called.timeout)
-        except asyncio.TimeoutError:
-            raise _late(called) from None
-        except pb_utils.TritonModelException as error:
-            raise CallError(called.name, sanitize_line(str(error))) from None
-        return _read(called, response)
+            return _read(called, response)
 
     def _request(self, called: Model, inputs: Mapping[str, Any]) -> Any:
         if called.name == self._own:
@@ -99,34 +95,32 @@ def _value(called: Model, name: str, value: Any) -> Value:
     )
 
 
-def _in_time(called: Model, execute: Callable[[], Any], seconds: float) -> Results:
-    """Return the results if they arrive in time; Triton's call itself has no timeout."""
-    answer: futures.Future[Results] = futures.Future()
+def _in_time(execute: Callable[[], Any], seconds: float | None) -> Any:
+    """Return the response if it arrives in time; Triton's call itself has no timeout."""
+    if seconds is None:
+        return execute()
+    answer: futures.Future[Any] = futures.Future()
 
     def wait() -> None:
         try:
-            answer.set_result(_results(called, execute))
+            answer.set_result(execute())
         except BaseException as error:  # raised again in the waiting thread
             answer.set_exception(error)
 
     threading.Thread(target=wait, name="calling", daemon=True).start()
-    if not futures.wait([answer], seconds).done:
-        raise _late(called)
-    return answer.result()
+    return answer.result(seconds)
 
 
-def _late(called: Model) -> CallError:
-    return CallError(
-        called.name, f"no answer came within {called.timeout:g} seconds", code="UNAVAILABLE"
-    )
-
-
-def _results(called: Model, execute: Callable[[], Any]) -> Results:
+@contextlib.contextmanager
+def _errors(called: Model) -> Iterator[None]:
+    """Raise a CallError for a call in the context that fails or is late."""
     try:
-        response = execute()
+        yield
+    except (asyncio.TimeoutError, futures.TimeoutError):
+        late = f"no answer came within {called.timeout:g} seconds"
+        raise CallError(called.name, late, code="UNAVAILABLE") from None
     except pb_utils.TritonModelException as error:
         raise CallError(called.name, sanitize_line(str(error))) from None
-    return _read(called, response)
 
 
 def _read(called: Model, response: Any) -> Results:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import triton_python_backend_utils as pb_utils
@@ -24,26 +24,14 @@ from torch_py_backend.values import Item, RequestItem, Step, Value
 DLPACK_BYTES = 4096
 _MAX_ID_LENGTH = 64
 
-# `pb_utils.InferenceResponse` and `pb_utils.Tensor`, which only Triton reads.
+# `pb_utils.InferenceRequest`, `InferenceResponse` and `Tensor`.
+Request: TypeAlias = Any
 Response: TypeAlias = Any
 OutputTensor: TypeAlias = Any
 
 
 class Responses(list[Response]):
     """The responses of a batch without errors."""
-
-
-class Request(Protocol):
-    """`pb_utils.InferenceRequest`, as Triton passes it to execute()."""
-
-    def inputs(self) -> Sequence[Any]: ...
-    def request_id(self) -> str: ...
-    def correlation_id(self) -> int | str: ...
-    def flags(self) -> int: ...
-    def parameters(self) -> str: ...
-    def trace(self) -> Any: ...
-    def is_cancelled(self) -> bool: ...
-    def get_response_sender(self) -> Any: ...
 
 
 # Returns the item of each request; raises what Triton's utilities raise.

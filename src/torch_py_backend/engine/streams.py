@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import dataclasses
 import logging
 import time
@@ -52,7 +51,6 @@ class _Waiting(NamedTuple):
     state: object
     extract: _Extract
     result: asyncio.Future[_StepResult]
-    context: contextvars.Context
 
 
 class Streams:
@@ -259,10 +257,11 @@ class Streams:
         """
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            # After the streams that got results in this iteration of the loop have sent them.
+            # After the streams that got results in this iteration of the loop have sent them. The
+            # step has the context variables of this stream, such as a trace's context.
             loop.call_soon(loop.call_soon, self._share_step)
         result: asyncio.Future[_StepResult] = loop.create_future()
-        self._waiting.append(_Waiting(state, extract, result, contextvars.copy_context()))
+        self._waiting.append(_Waiting(state, extract, result))
         return await result
 
     def _share_step(self) -> None:
@@ -296,9 +295,8 @@ class Streams:
     def _step(self, batch: Sequence[_Waiting]) -> Sequence[_StepResult]:
         self.stepped = (self.stepped or 0) + len(batch)
         with self._calling():
-            # Context variables, such as a trace's context, are those of the first stream.
-            step = partial(batch[0].context.run, self._call_step)
-            returned = self._timed(partial(step, [stream.state for stream in batch]))
+            states = [stream.state for stream in batch]
+            returned = self._timed(partial(self._call_step, states))
             pairs = zip(batch, _pairs(returned, len(batch)), strict=True)
             return [
                 (state, None if outputs is None else stream.extract(outputs))
