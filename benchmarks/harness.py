@@ -21,7 +21,6 @@ from benchmarks.payloads import Payload
 from torch_py_backend.errors import ToolError
 from torch_py_backend.server import Server
 
-LOAD_SECONDS = 600
 Pair: TypeAlias = tuple[Point, Point]
 """A turn of our server and the following turn of the other one."""
 Connection: TypeAlias = tuple[Send, ReadStatistics | None]
@@ -40,13 +39,9 @@ def served(repository: Path, *arguments: str) -> Iterator[Server]:
     Raises:
         ToolError: a model was not loaded.
     """
-    with (
-        (repository.parent / "server.log").open("wb") as log,
-        Server(
-            repository, http_port=0, grpc_port=0, metrics_port=0, arguments=arguments, log=log
-        ) as server,
-    ):
-        for state in server.wait_loaded(timeout=LOAD_SECONDS):
+    arguments = ("--exit-on-error=false", *arguments)
+    with Server(repository, arguments=arguments, log=repository.parent / "server.log") as server:
+        for state in server.wait_loaded():
             if not state.ready:
                 raise ToolError(f"{state.name} was not loaded: {state.reason}")
         yield server

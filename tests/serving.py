@@ -159,12 +159,9 @@ def _loaded(
         with contextlib.ExitStack() as attempt:
             server = Server(
                 repository,
-                http_port=0,
-                grpc_port=0,
-                metrics_port=0,
                 address=_ADDRESS,
-                arguments=(EXIT, *arguments),
-                log=attempt.enter_context(log_path.open("wb")),
+                arguments=(EXIT, "--exit-on-error=false", *arguments),
+                log=log_path,
             )
             attempt.enter_context(server)
             states = None
@@ -184,11 +181,9 @@ def _states(server: Server, deadline: float) -> list[ModelState] | None:
     """Return the states of a server's models; None: it waits for the end of what it has loaded."""
     was_idle = False
     while True:
-        try:
-            return server.wait_loaded(_FORGOTTEN_S)
-        except ToolError:
-            if server.process.poll() is not None or time.monotonic() > deadline:
-                raise
+        if models := server.wait_loaded(_over_in(_FORGOTTEN_S)):
+            return models
+        assert time.monotonic() < deadline
         states = set()
         with contextlib.suppress(OSError, ValueError):  # an instance has just ended
             for path in instance_status.files(server.status_folder):
@@ -197,6 +192,11 @@ def _states(server: Server, deadline: float) -> list[ModelState] | None:
         if is_idle and was_idle:
             return None
         was_idle = is_idle
+
+
+def _over_in(seconds: float) -> Callable[[], bool]:
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
 
 
 def _await_metrics(address: str) -> None:

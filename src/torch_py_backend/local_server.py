@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import logging
 import os
 import queue
-import shutil
 import sys
 import tempfile
 import threading
@@ -25,7 +23,7 @@ from tritonclient.utils import triton_to_np_dtype
 
 from torch_py_backend.errors import InputError, ToolError, about, join_names
 from torch_py_backend.model_folders import remote_repository
-from torch_py_backend.server import Server
+from torch_py_backend.server import tritonserver
 from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.serving import Serving
 
@@ -121,6 +119,7 @@ class LocalServer:
             raise ToolError("the server runs already; stop it first.")
         path = remote_repository.local(self.repository, self._cache, _report)
         serving = Serving(path, _report, **self._options)
+        serving.server.log = tritonserver.create_log()
         started: Future[None] = Future()
         self._ended.clear()
         # Not this thread, which may end: tritonserver ends with the one that starts it.
@@ -162,15 +161,22 @@ class LocalServer:
                 raise ToolError(f"the models were not loaded within {self._timeout:g} seconds.")
             return self._ended.is_set()
 
+        keeps_log = False
         try:
-            with _log_folder(server):
+            # What instances write into their temporary folder is removed with them.
+            with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
+                server.variables["TMPDIR"] = folder
                 if serving.run(announce, is_over) is not None:
                     raise ToolError(f"tritonserver has ended; its log says why{server.log_name}.")
         except Exception as error:
+            keeps_log = server.log_name in str(error)
             if started.done():
                 _LOGGER.exception("the server has ended.")
             else:
                 started.set_exception(error)
+        finally:
+            if server.log and not keeps_log:
+                server.log.unlink()
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -283,26 +289,6 @@ def _check_ready(models: Mapping[str, str]) -> None:
             raise ToolError(f"{model}{text}" if model else f"model '{name}' {reason}")
 
 
-@contextlib.contextmanager
-def _log_folder(server: Server) -> Iterator[None]:
-    """Provide a folder for Triton's log, and for what instances write, until the server has ended.
-
-    It is kept if an error names the log in it.
-    """
-    folder = tempfile.mkdtemp(prefix="torch-py-backend-")
-    server.variables["TMPDIR"] = folder
-    is_named = False
-    try:
-        with Path(folder, "tritonserver.log").open("wb") as server.log:
-            yield
-    except ToolError as error:
-        is_named = folder in str(error)
-        raise
-    finally:
-        if not is_named:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def _report(line: str | Event) -> None:
     """Log what happens, and print it on a terminal."""
     _LOGGER.info("%s", line)
@@ -330,13 +316,18 @@ def _input(tensor: Any, value: Any) -> Any:
         fits = all(isinstance(item, (bytes, str)) for item in array.flat)
         # tritonclient would send the representation of numpy's own bytes.
         array.flat[:] = [bytes(item) if isinstance(item, bytes) else item for item in array.flat]
-        problem = "" if fits else f"is {np.asarray(value).dtype}"
     else:
-        array, problem = _converted(np.asarray(value), tensor.datatype)
-    if problem:
+        given = np.asarray(value)
+        fits = given.dtype.kind not in "OSU"
+        if fits:
+            with np.errstate(over="ignore", invalid="ignore"):
+                array = given.astype(triton_to_np_dtype(tensor.datatype))
+            # Floating-point numbers may be rounded, integers may not.
+            error = 0.01 if array.dtype.kind == "f" else 0.0
+            fits = np.allclose(array, given, rtol=error, atol=error, equal_nan=True)
+    if not fits:
         raise InputError(
-            f"input '{tensor.name}' {problem}",
-            expected=f"values of {tensor.datatype}",
+            f"input '{tensor.name}' has other values", expected=f"values of {tensor.datatype}"
         )
     shape = list(tensor.shape)
     if array.ndim == len(shape) - 1 and shape[-1:] == [1]:  # one value for each row
@@ -344,17 +335,3 @@ def _input(tensor: Any, value: Any) -> Any:
     sent = tritonclient.grpc.InferInput(tensor.name, list(array.shape), tensor.datatype)
     sent.set_data_from_numpy(array)
     return sent
-
-
-def _converted(array: NDArray[Any], datatype: str) -> tuple[NDArray[Any], str]:
-    """Return numbers in a type of Triton, and what prevents that; empty: nothing."""
-    dtype = np.dtype(triton_to_np_dtype(datatype))
-    # Integers of any type may have values that fit.
-    is_integer = array.dtype.kind in "iu" and dtype.kind in "iu"
-    has_kind = is_integer or datatype == "BF16" or np.can_cast(array.dtype, dtype, "same_kind")
-    if array.dtype.kind in "OSU" or not has_kind:
-        return array, f"is {array.dtype}"
-    with np.errstate(over="ignore"):
-        numbers = array.astype(dtype)
-    changed = numbers != array if is_integer else np.isinf(numbers) & np.isfinite(array)
-    return numbers, f"has values beyond {datatype}" if changed.any() else ""

@@ -99,26 +99,8 @@ def test_install_checks_python(
         ("serve models/net", "models/net is a model; expected the repository that holds it: "),
         ("serve empty", "empty holds no models; expected folders with a config.pbtxt."),
         ("serve . --tritonserver=/no/server", "/no/server is not a file"),
-        ("serve . --allow-empty --http-port=99999", "--http-port is 99999; expected a port from 0"),
         ("serve models -- --load-model=m", "has no model 'm'; its models: net"),
-        # services that `serve` itself uses: it would wait for them forever
-        *(
-            (f"serve models -- {option}={value}", f"{option} was given after --, and `serve` its")
-            for option, value in (
-                ("--http-port", 80),
-                ("--grpc-port", 80),
-                ("--allow-http", "false"),
-                ("--allow-grpc", 0),
-            )
-        ),
-        (
-            "serve models -- --model-control-mode=poll",
-            "`serve` loads the models itself; remove it.",
-        ),
-        (
-            "serve models -- --http-restricted-api=trace:k=v",
-            "--http-restricted-api was given after --, and `serve` needs the key; use --restrict.",
-        ),
+        ("serve models -- --http-port=80", "--http-port was given after --, and `serve` itself"),
         ("serve models --restrict=traces", "'traces' is not one of Triton's endpoints: health"),
         ("install --backend-dir=/no/backends", "/no/backends is not a folder; expected the"),
         ("install --backend-dir=/dev/null/x --create", "cannot install into /dev/null/x"),

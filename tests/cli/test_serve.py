@@ -17,19 +17,9 @@ from torch_py_backend.server.lifecycle import Event
 serve = importlib.import_module("torch_py_backend.cli.serve")
 
 
-@pytest.mark.parametrize(
-    ("event", "line"),
-    [
-        (Event("READY", "m 1"), "[green]READY  [/] m 1"),
-        (Event("GIVEN UP", "m", "died"), "[bold red]GIVEN UP[/] m: died"),
-        (
-            Event("FAILED", "m 1", "no [/] in it"),
-            r"[red]FAILED [/] m 1: no \[/] in it",
-        ),
-    ],
-)
-def test_an_event_is_one_line(event: Event, line: str) -> None:
-    assert serve.format_event(event) == line
+def test_an_event_is_one_line() -> None:
+    assert serve.format_event(Event("READY", "m 1")) == "\x1b[32mREADY\x1b[0m   m 1"
+    assert serve.format_event(Event("GIVEN UP", "m", "[x]")) == "\x1b[31mGIVEN UP\x1b[0m m: [x]"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +36,7 @@ def test_endpoints_open_to_the_network_are_noted(
     address: str, restricted: str, exposed: str
 ) -> None:
     """The note names the sensitive endpoints that require no key."""
-    note = serve.exposure_note(address, restricted)
+    note = serve.exposure_note(address, restricted.split(","))
     assert bool(note) == bool(exposed)
     assert exposed in note
 
@@ -85,27 +75,3 @@ def test_output_that_cannot_be_written(
             check=False,
         )
     assert ended.stderr.startswith("error: tritonserver ended with exit code 3; its log says why")
-
-
-_SIGNALS = """
-import importlib, signal
-serve = importlib.import_module("torch_py_backend.cli.serve")
-
-try:
-    signal.pthread_sigmask(signal.SIG_BLOCK, serve.SIGNALS)
-    for number in serve.SIGNALS:
-        signal.signal(number, serve._stop)
-        signal.raise_signal(number)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, serve.SIGNALS)
-except serve.Stopped:
-    signal.raise_signal(signal.SIGTERM)
-    print("stopped")
-"""
-
-
-def test_signals_that_arrive_together() -> None:
-    """One ends the command, the others are ignored, and Python reports none of them."""
-    done = subprocess.run(
-        [sys.executable, "-c", _SIGNALS], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\n", "")

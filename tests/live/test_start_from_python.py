@@ -186,7 +186,7 @@ def test_log_of_a_server_that_ends(tmp_path: Path) -> None:
         ):
             pass
     log = Path(str(error.value).rpartition(": ")[2].rstrip("."))
-    assert list((tmp_path / "temporary").iterdir()) == [log.parent]
+    assert list((tmp_path / "temporary").iterdir()) == [log]
     assert "nonsense" in log.read_text()
 
 

@@ -71,20 +71,21 @@ def test_zeros_at_the_end_of_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("datatype", "value", "says"),
+    ("datatype", "value"),
     [
-        ("INT32", [[2**31, 0]], "'x' has values beyond INT32; expected values of INT32"),
-        ("UINT8", [[-1, 0]], "'x' has values beyond UINT8"),
-        ("INT64", np.array([[2**63, 0]], dtype=np.uint64), "'x' has values beyond INT64"),
-        ("FP16", [[1e5, 0]], "'x' has values beyond FP16"),
-        ("INT32", [[0.5, 1]], "'x' is float64; expected values of INT32"),
-        ("BYTES", [[None, "a"]], "'x' is object; expected values of BYTES"),
-        ("BYTES", [[1, 2]], "'x' is int64; expected values of BYTES"),
+        ("INT32", [[2**31, 0]]),
+        ("UINT8", [[-1, 0]]),
+        ("INT64", np.array([[2**63, 0]], dtype=np.uint64)),
+        ("FP16", [[1e5, 0]]),
+        ("INT32", [[100.5, 1]]),
+        ("FP32", [["1", "2"]]),
+        ("BYTES", [[None, "a"]]),
+        ("BYTES", [[1, 2]]),
     ],
 )
-def test_values_that_do_not_fit(datatype: str, value: object, says: str) -> None:
+def test_values_that_do_not_fit(datatype: str, value: object) -> None:
     """Values that would arrive as others are refused."""
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match=f"'x' .* expected values of {datatype}"):
         _sent(datatype, value)
 
 

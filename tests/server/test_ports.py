@@ -33,14 +33,12 @@ def test_ports_that_can_be_listened_on() -> None:
 @pytest.mark.parametrize(
     ("address", "requested", "says"),
     [
-        ("::1", {"--a": 0, "--b": 99999}, "--b is 99999; expected a port"),
         ("127.0.0.1", {"--a": 47113, "--b": 47113}, "--b 47113 on 127.0.0.1 cannot"),
-        ("127.0.0.1", {"--a": 0, "--b": 99999}, "--b is 99999; expected a port from 0 to 65535."),
         ("127.0.0.1", {"--a": 0, "--b": None}, "--b TAKEN on 127.0.0.1 .*: Address already in use"),
         ("0.0.0.0", {"--b": None}, "--b TAKEN on 0.0.0.0 .*: Address already in use"),
         ("192.0.2.1", {"--a": 0}, "--a 0 on 192.0.2.1 .*Choose an --address of this machine."),
     ],
-    ids=["too-high-ipv6", "twice", "too-high", "taken", "taken-for-all-addresses", "address"],
+    ids=["twice", "taken", "taken-for-all-addresses", "address"],
 )
 def test_ports_that_cannot_be_listened_on(
     address: str, requested: dict[str, int | None], says: str

@@ -3,47 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from calls import FakeCall
 
-from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.reloading import Reloader
 
 
 class Fake:
-    """Triton and the clock of a `Reloader`."""
+    """The supervisor and the clock of a `Reloader`."""
 
     def __init__(self, path: Path, *names: str) -> None:
-        self.now = 0.0
-        self.loads: list[str] = []
-        self.events: list[Event] = []
-        self.pending: list[FakeCall] = []
-        self.reloader = Reloader(
-            path,
-            names,
-            self.load,
-            self.events.append,
-            60,
-            clock=lambda: self.now,
-        )
+        self.now, self.begins = 0.0, True
+        self.reloads: list[tuple[str, str]] = []
+        self.reloader = Reloader(path, names, self.reload, clock=lambda: self.now)
 
-    def load(self, model: str, seconds: float) -> Any:
-        self.loads.append(model)
-        self.pending.append(FakeCall())
-        return self.pending[-1]
+    def reload(self, model: str, change: str) -> bool:
+        self.reloads.append((model, change))
+        return self.begins
 
-    def run(self, seconds: int) -> list[Event]:
-        """Let time pass; return what was reported."""
-        self.events.clear()
+    def run(self, seconds: int) -> list[tuple[str, str]]:
+        """Let time pass; return what was reloaded."""
+        self.reloads.clear()
         for _ in range(5 * seconds):
             self.now += 0.2
             self.reloader.step()
-            for load in self.pending:
-                load.end()
-            self.pending.clear()
-        return list(self.events)
+        return list(self.reloads)
 
 
 @pytest.fixture
@@ -59,14 +43,6 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _changed(name: str, text: str) -> Event:
-    return Event("CHANGED", name, text)
-
-
-def _ready(name: str) -> Event:
-    return Event("READY", name, "reloaded")
-
-
 @pytest.mark.parametrize("names", [(), ("digits",)])
 def test_a_changed_file(names: tuple[str, ...], repository: Path) -> None:
     """Only its model is loaded, once, and only once the file stays the same.
@@ -80,8 +56,7 @@ def test_a_changed_file(names: tuple[str, ...], repository: Path) -> None:
     for text in ("12", "123", "1234"):
         _write(repository / "digits" / "1" / "model.py", text)
         assert server.run(1) == []
-    assert server.run(5) == [_changed("digits", "1/model.py"), _ready("digits")]
-    assert server.loads == ["digits"]
+    assert server.run(5) == [("digits", "1/model.py")]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +73,6 @@ def test_files_that_are_not_the_models(name: str, repository: Path) -> None:
     server = Fake(repository)
     _write(repository / "digits" / name, "new")
     assert server.run(5) == []
-    assert server.loads == []
 
 
 def test_a_new_model(repository: Path) -> None:
@@ -108,27 +82,21 @@ def test_a_new_model(repository: Path) -> None:
         _write(repository / "shapes" / "1" / f"part{number}.py", "")
     _write(repository / "shapes" / "config.pbtxt", "")
     (repository / "letters").rename(repository.parent / "letters")
-    assert server.run(5) == [_changed("shapes", "added")]
-    assert server.loads == ["shapes"]
+    assert server.run(5) == [("shapes", "added")]
     for number in range(5):
         _write(repository / "shapes" / "1" / f"part{number}.py", "1")
     names = ", ".join(f"1/part{number}.py" for number in range(5))
-    assert server.run(5) == [_changed("shapes", names), _ready("shapes")]
+    assert server.run(5) == [("shapes", names)]
 
 
-def test_one_load_at_a_time(repository: Path) -> None:
-    """A change during a load is loaded afterwards."""
+def test_a_load_that_cannot_begin(repository: Path) -> None:
+    """It is tried again, as when the model is being loaded."""
     server = Fake(repository)
-    for text in ("12", "123"):
-        _write(repository / "digits" / "1" / "model.py", text)
-        for _ in range(20):
-            server.now += 0.2
-            server.reloader.step()
-        assert server.loads == ["digits"]
-    assert len(server.events) == 1
-    again = [_changed("digits", "1/model.py"), _ready("digits")]
-    assert server.run(5) == [_ready("digits"), *again]
-    assert server.loads == ["digits", "digits"]
+    _write(repository / "digits" / "1" / "model.py", "12")
+    server.begins = False
+    assert len(server.run(5)) > 1
+    server.begins = True
+    assert len(server.run(5)) == 1
 
 
 def test_version_folders_that_are_links(repository: Path, tmp_path: Path) -> None:
@@ -138,8 +106,8 @@ def test_version_folders_that_are_links(repository: Path, tmp_path: Path) -> Non
     version.symlink_to(tmp_path / "first")
     fake = Fake(repository)
     _write(tmp_path / "first" / "model.py", "a longer one")
-    assert fake.run(3) == [_changed("digits", "1/model.py"), _ready("digits")]
+    assert fake.run(3) == [("digits", "1/model.py")]
     _write(tmp_path / "second" / "model.py", "another")
     version.unlink()
     version.symlink_to(tmp_path / "second")
-    assert fake.run(3) == [_changed("digits", "1/model.py"), _ready("digits")]
+    assert fake.run(3) == [("digits", "1/model.py")]

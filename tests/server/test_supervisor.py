@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
+import grpc
 import pytest
-from calls import FakeCall
 
 from torch_py_backend.errors import ToolError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
@@ -19,8 +19,23 @@ from torch_py_backend.server.supervisor import Supervisor
 _READY, _UNLOADED = "READY", "unloaded"
 _DEAD = ToolError("Stub process 'a_0' is not healthy.")
 _TIMED_OUT = ToolError("Deadline Exceeded")
+_UNSUITABLE = ToolError("a shell would change the name")
 _STUCK = "Triton never stops waiting for it: only a new server can load it"
 _TIMEOUT = "took longer than 100 s (--load-timeout)"
+
+
+class FakeCall:
+    """A load or an unload that is in progress until it has a failure, which may be empty."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+
+    def done(self) -> bool:
+        return self.failure is not None
+
+    def code(self) -> grpc.StatusCode:
+        is_late = self.failure == str(_TIMED_OUT)
+        return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.OK
 
 
 class FakeServer:
@@ -99,6 +114,9 @@ class FakeServer:
         return {"max_batch_size": rows, "ensemble_scheduling": {"step": steps}}
 
     def load(self, model: str, seconds: float, config: Mapping[str, Any] | None = None) -> FakeCall:
+        if self.refusals.get(model) is _UNSUITABLE:
+            raise _UNSUITABLE
+
         def work() -> None:
             self.rows[model] = config["max_batch_size"] if config else 1
             size = f" with {self.rows[model]} rows" if config else ""
@@ -109,6 +127,10 @@ class FakeServer:
             self.start(model)
 
         return self._begin(work)
+
+    def failure(self, _model: str, call: FakeCall) -> str:
+        assert call.failure is not None
+        return call.failure
 
     def unload(self, model: str) -> FakeCall:
         def work() -> None:
@@ -123,12 +145,11 @@ class FakeServer:
         call = FakeCall()
 
         def complete() -> None:
+            call.failure = ""
             try:
                 work()
             except ToolError as error:
-                call.end(str(error), timed_out=error is _TIMED_OUT)
-            else:
-                call.end()
+                call.failure = str(error)
 
         if self.pending is None:
             complete()
@@ -169,12 +190,11 @@ class FakeServer:
     def live_processes(self, model: str) -> set[int]:
         return ({self.pids[model]} if model in self.pids else set()) | self.survivors
 
-    def kill(self, model: str, state: InstanceState) -> int:
+    def kill(self, model: str, *states: InstanceState) -> None:
         is_loading = model in self.pids and self.loading
-        if state is not (InstanceState.LOADING if is_loading else InstanceState.IDLE):
-            return 0
-        self.killed.append(f"{model} {state.name}")
-        return len(self.live_processes(model))
+        state = InstanceState.LOADING if is_loading else InstanceState.IDLE
+        if state in states:
+            self.killed.append(f"{model} {state.name}")
 
     def die(
         self,
@@ -256,18 +276,20 @@ def _fail(server: FakeServer, load: Callable[[], None]) -> None:
 
 def test_models_are_loaded() -> None:
     """A model that refuses to load is reported, and not loaded again; others serve."""
-    server = FakeServer("a", "b")
+    server = FakeServer("a", "b", "c")
     assert server.supervisor.snapshot.problem == "the server is being started"
+    server.refusals["c"] = _UNSUITABLE
     server.refusals["b"] = ToolError(
         "load failed for model 'b': version 1 is at UNAVAILABLE"
         " state: Internal: no /srv/models/b/1/model.py;\n\nAt:\n  x"
     )
-    server.supervisor.load(["a", "b"])
+    server.supervisor.load(["a", "b", "c"])
     assert not server.supervisor.initial_loads_done
     server.step()
     assert server.supervisor.initial_loads_done
-    server.expect("READY a 1, FAILED b 1", "load a, load b", {"b": "stays down: no model.py"})
-    server.after(200, not_ready={"b": "stays down: no model.py"})
+    why = {"b": "stays down: no model.py", "c": f"stays down: {_UNSUITABLE}"}
+    server.expect("FAILED c, READY a 1, FAILED b 1", "load a, load b", why)
+    server.after(200, not_ready=why)
 
 
 def test_warnings_follow_each_load() -> None:
@@ -411,7 +433,10 @@ def test_an_ensemble_that_triton_does_not_load_with_its_part() -> None:
     server.step()
     server.pending.pop()()
     server.step()
-    needs = {"a": "is being loaded: was killed", "e": "needs the model 'a', which does not serve"}
+    needs = {
+        "a": "is being loaded: was killed",
+        "e": "is down: needs the model 'a', which does not serve",
+    }
     server.expect("DOWN a", "unload a", needs)
     server.pending.pop()()
     server.pending = None
@@ -531,13 +556,6 @@ def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
         server.start("b")
 
 
-def test_a_repository_that_triton_copies() -> None:
-    """What the supervisor has loaded from it is loaded again."""
-    server = _serving("a")
-    server.die("a", copied=True)
-    server.after(0.4, "DOWN a, READY a 1", "unload a, load a")
-
-
 def test_a_user_s_load_that_is_refused() -> None:
     """A load through Triton's API that fails, after which no version serves, is reported."""
     server = _serving("a")
@@ -558,6 +576,35 @@ def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
     server.after(2, "FAILED a", "", {"a": f"stays down: {_TIMEOUT}"})
     server.start("a")
     server.after(2, "READY a 1")
+
+
+# --- models whose files change ---------------------------------------------------------------
+
+
+def test_reloads() -> None:
+    """The old model serves until the new one is loaded, and further if that fails.
+
+    A model that is being loaded is not loaded once more; one that was given up is.
+    """
+    server = _serving("a")
+    server.pending = []
+    assert server.supervisor.reload("a", "1/model.py")
+    assert not server.supervisor.reload("a", "1/model.py")
+    server.after(0.1, "CHANGED a")
+    server.pending.pop()()
+    server.after(0.1, "READY a", "load a")
+    server.pending = None
+    server.refusals["b"] = ToolError("no")
+    server.states["b"] = ""
+    for event in ("FAILED b 1", "READY b 1"):
+        assert server.supervisor.reload("b", "added")
+        server.after(
+            1, f"CHANGED b, {event}", "load b", {"b": "stays down: no"} if server.refusals else {}
+        )
+        server.refusals.clear()
+    server.die("a")
+    server.step()
+    assert not server.supervisor.reload("a", "1/model.py")
 
 
 # --- loads that take long --------------------------------------------------------------------
@@ -592,7 +639,7 @@ def test_a_load_that_triton_gave_up() -> None:
     server.advance(2)
     assert set(server.killed) == {"a IDLE"}
     _fail(server, load)
-    assert "did not accept it within 30 s of its load" in server.events[0].text
+    assert "did not accept it after its load" in server.events[0].text
     server.expect("DOWN a, READY a 1", "load a, load a")
 
 

@@ -2,13 +2,12 @@
 
 Loads and unloads use gRPC: Triton's HTTP server processes a load on a thread that also serves other
 connections, and they wait until the model is loaded. Its gRPC server uses a thread of its own for
-each load. Here, no thread waits for the answer: a `Call` is polled.
+each load. Here, no thread waits for the answer: a call is a future that is polled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
 import json
 import re
@@ -17,14 +16,13 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from torch_py_backend.errors import ToolError, sanitize_line
-from torch_py_backend.server import server_arguments, triton_installation
+from torch_py_backend.errors import sanitize_line
+from torch_py_backend.server import server_arguments
 
 _REQUEST_S = 10.0
 _UNLOAD_S = 30.0
@@ -96,40 +94,6 @@ def _state(name: str, entries: list[Mapping[str, str]]) -> ModelState:
     )
 
 
-class Call:
-    """A load or an unload in progress, which is polled.
-
-    Args:
-        future: the call of gRPC; None: it was not sent.
-        refusal: why it was not sent.
-        explain: returns why Triton could not read the model's folder, which its answer does not
-            say; empty: unknown.
-    """
-
-    def __init__(
-        self,
-        future: grpc.Future | None,
-        refusal: str = "",
-        explain: Callable[[], str] = lambda: "",
-    ) -> None:
-        self._future, self._refusal, self._explain = future, refusal, explain
-
-    def done(self) -> bool:
-        return self._future is None or bool(self._future.done())
-
-    def failure(self) -> str:
-        """Return why a call that is done failed, in Triton's words; empty: it succeeded."""
-        if self._future is None or self._future.code() is grpc.StatusCode.OK:
-            return self._refusal
-        reason = self._future.details() or str(self._future.code())
-        return (self._explain() if _NOT_POLLED in reason else "") or str(reason)
-
-    def timed_out(self) -> bool:
-        """Return whether the call took too long; Triton continues it."""
-        future = self._future
-        return future is not None and future.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
 class TritonClient:
     """A client of one server.
 
@@ -139,7 +103,7 @@ class TritonClient:
         http_address: host and port.
         grpc_address: host and port.
         key: the key of restricted endpoints; empty: there are none.
-        uses_shell: whether Triton starts the processes of models through a shell.
+        check_name: raises a ToolError for the name of a model that Triton cannot load.
         poll_failure: returns why Triton could not read a model's folder; empty: unknown.
     """
 
@@ -149,13 +113,13 @@ class TritonClient:
         grpc_address: str,
         *,
         key: str = "",
-        uses_shell: bool = False,
+        check_name: Callable[[str], None] = lambda _model: None,
         poll_failure: Callable[[str], str] = lambda _model: "",
     ) -> None:
         self._http_address = http_address
         self._headers = {server_arguments.KEY_HEADER: key} if key else {}
         self._metadata = ((server_arguments.KEY_METADATA, key),) if key else ()
-        self._uses_shell, self._poll_failure = uses_shell, poll_failure
+        self._check_name, self._poll_failure = check_name, poll_failure
         self._channel = grpc.insecure_channel(grpc_address)
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -181,20 +145,6 @@ class TritonClient:
             return dict(json.loads(self._request(path)))
         return {}
 
-    def is_dead(self) -> bool:
-        """Return whether the server answers that it is not live: it could not be initialized.
-
-        It listens when its initialization has ended, and with --exit-on-error=false also if that
-        has failed.
-        """
-        try:
-            self._request("health/live")
-        except urllib.error.HTTPError as error:
-            return error.code == HTTPStatus.BAD_REQUEST
-        except OSError:
-            pass
-        return False
-
     def _request(self, path: str, data: bytes | None = None) -> str:
         url = f"http://{self._http_address}/v2/{path}"
         request = urllib.request.Request(url, data, self._headers)
@@ -207,34 +157,39 @@ class TritonClient:
 
     # --- over gRPC -------------------------------------------------------------------------------
 
-    def load(self, model: str, seconds: float, config: Mapping[str, Any] | None = None) -> Call:
+    def load(
+        self, model: str, seconds: float, config: Mapping[str, Any] | None = None
+    ) -> grpc.Future:
         """Begin to load a model.
 
         Args:
             model: its name.
             seconds: the time limit.
             config: replaces its config.pbtxt; None: it does not.
+
+        Raises:
+            ToolError: Triton would wait for it forever.
         """
-        if self._uses_shell:
-            try:
-                triton_installation.refuse_in_shell("the folder", model, "Rename it.")
-            except ToolError as error:
-                return Call(None, str(error))
+        self._check_name(model)
         request = service_pb2.RepositoryModelLoadRequest(model_name=_utf8(model))
         if config:
             request.parameters["config"].string_param = json.dumps(config)
-        return self._begin(self._service.RepositoryModelLoad, model, request, seconds)
+        return self._begin(self._service.RepositoryModelLoad, request, seconds)
 
-    def unload(self, model: str) -> Call:
+    def unload(self, model: str) -> grpc.Future:
         """Begin to unload a model; its instances end soon after."""
         request = service_pb2.RepositoryModelUnloadRequest(model_name=_utf8(model))
-        return self._begin(self._service.RepositoryModelUnload, model, request, _UNLOAD_S)
+        return self._begin(self._service.RepositoryModelUnload, request, _UNLOAD_S)
 
-    def _begin(self, method: Any, model: str, request: Any, seconds: float) -> Call:
-        future = method.future(
-            request, timeout=seconds, metadata=self._metadata, wait_for_ready=True
-        )
-        return Call(future, explain=functools.partial(self._poll_failure, model))
+    def _begin(self, method: Any, request: Any, seconds: float) -> grpc.Future:
+        return method.future(request, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
+
+    def failure(self, model: str, call: grpc.Future) -> str:
+        """Return why a call that has ended failed, in Triton's words; empty: it succeeded."""
+        if call.code() is grpc.StatusCode.OK:
+            return ""
+        reason = str(call.details() or call.code())
+        return (self._poll_failure(model) if _NOT_POLLED in reason else "") or reason
 
     def close(self) -> None:
         """Close the connection; pending calls fail."""

@@ -103,12 +103,11 @@ class InstanceMonitor:
         """Return the IDs of the processes of a model that had not ended at the last check."""
         return {instance.identity.pid for instance in self._of(model)}
 
-    def kill(self, model: str, state: InstanceState) -> int:
-        """Kill the instances of a model that are in a state; return their number."""
-        instances = [
-            instance for instance in self._of(model) if instance.reader.read().state is state
-        ]
-        return sum(instance.kill() for instance in instances)
+    def kill(self, model: str, *states: InstanceState) -> None:
+        """Kill the instances of a model that are in one of these states."""
+        for instance in self._of(model):
+            if instance.reader.read().state in states:
+                instance.kill()
 
 
 class _Instance:
@@ -143,13 +142,10 @@ class _Instance:
                 return "" if status == psutil.STATUS_ZOMBIE else status
         return ""
 
-    def kill(self) -> bool:
-        """Kill the process; return whether it was running."""
-        if self._process is None or not self.process_status():
-            return False
+    def kill(self) -> None:
         with contextlib.suppress(psutil.Error):
-            self._process.kill()
-        return True
+            if self._process is not None:
+                self._process.kill()  # unless its ID belongs to another process now
 
     def failure(self, reason: str) -> InstanceFailure:
         """Return the failure for a reason, which is a clause without its subject."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torch_py_backend.server.client import Call, ModelState
+import grpc
+
+from torch_py_backend.server.client import ModelState
 
 Kind: TypeAlias = Literal["READY", "FAILED", "DOWN", "GIVEN UP", "RELEASED", "CHANGED", "WARNING"]
 
@@ -42,14 +44,13 @@ class ModelRecord:
         due: when it is reloaded, in the phase DOWN.
         call: the load (in the phase LOADING) or unload in progress.
         called: when that load began.
+        reload: the load in progress that replaces the model that serves, whose files changed.
         processes: the live processes when the model failed, or its last load began.
         failure: why an instance failed, in the load in progress or before.
         parts: the models that an ensemble consists of.
-        waits: whether it is an ensemble that Triton has unloaded with one of its parts.
         versions: the versions that served last.
         warnings: the warnings of its last load, all of which were reported.
-        own_processes: the processes that the supervisor's last load has started.
-        own_config: the config after that load; empty: unknown.
+        own_config: the config after the supervisor's last load; empty: unknown.
         config: the config that it was loaded with through Triton's API; None: its own.
     """
 
@@ -59,15 +60,14 @@ class ModelRecord:
     reason: str = ""
     attempts: int = 0
     due: float = 0.0
-    call: Call | None = None
+    call: grpc.Future | None = None
+    reload: grpc.Future | None = None
     called: float = 0.0
     processes: set[int] = field(default_factory=set)
     failure: str = ""
     parts: frozenset[str] = frozenset()
-    waits: bool = False
     versions: frozenset[str] = frozenset()
     warnings: Sequence[str] = ()
-    own_processes: set[int] = field(default_factory=set)
     own_config: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
 

@@ -42,17 +42,15 @@ def listen(option: str, address: str, port: int) -> socket.socket:
         port: the port; 0 is any port.
 
     Raises:
-        ToolError: the port is out of range, taken or not allowed for this user.
+        ToolError: the port is taken or not allowed for this user.
     """
     listener = socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        if isinstance(error, OverflowError):
-            raise ToolError(f"{option} is {port}; expected a port from 0 to 65535.") from None
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         cure = "another port; 0 takes a free one" if is_port else "an --address of this machine"
         raise ToolError(

@@ -16,8 +16,6 @@ from typing import TypeAlias
 
 from torch_py_backend.config import repository
 from torch_py_backend.errors import join_names
-from torch_py_backend.server.client import Call, cause
-from torch_py_backend.server.lifecycle import Event
 
 # A change is complete when the files stay the same for this time.
 _POLL_S = 1.0
@@ -29,56 +27,41 @@ Files: TypeAlias = "set[tuple[str, int, int]]"
 
 
 class Reloader:
-    """Loads the models of a repository whose files change, and those that are added to it.
+    """Reloads the models of a repository whose files change, and loads those that are added to it.
 
     Args:
         path: the model repository.
         names: the models to watch; empty: all.
-        load: begins to load a model within a time limit in seconds.
-        on_event: called with each change, and with each load that ends.
-        seconds: the time limit of a load.
+        reload: begins to load a model, with the names of the files that changed; False: it cannot
+            be loaded now, and is tried again.
     """
 
     def __init__(
         self,
         path: Path,
         names: Collection[str],
-        load: Callable[[str, float], Call],
-        on_event: Callable[[Event], None],
-        seconds: float,
+        reload: Callable[[str, str], bool],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._names = path, names
-        self._load, self._on_event = load, on_event
-        self._seconds, self._clock = seconds, clock
-        # The loads in progress, and whether their models are new.
-        self._loads: dict[str, tuple[Call, bool]] = {}
-        self._loaded = self._polled = self._poll()
+        self._path, self._names, self._reload, self._clock = path, names, reload, clock
+        self._polled = self._poll()
+        self._loaded = dict(self._polled)
         self._due = clock() + _POLL_S
 
     def step(self) -> None:
-        """Poll the files if that is due, begin loads, and report those that have ended."""
+        """Poll the files if that is due, and begin loads."""
         now = self._clock()
-        for name, (load, is_new) in list(self._loads.items()):
-            if load.done():
-                del self._loads[name]
-                if error := load.failure():
-                    self._on_event(Event("FAILED", name, cause(name, error)))
-                elif not is_new:  # the supervisor reports new models
-                    self._on_event(Event("READY", name, "reloaded"))
         if now < self._due:
             return
         self._due = now + _POLL_S
         before, self._polled = self._polled, self._poll()
         for name, files in self._polled.items():
-            changed = files != self._loaded.get(name)
-            if changed and files == before.get(name) and name not in self._loads:
-                is_new = name not in self._loaded
-                names = sorted({path for path, *_ in files ^ self._loaded.get(name, files)})
-                self._on_event(Event("CHANGED", name, join_names(names) or "added"))
-                self._loaded = {**self._loaded, name: files}
-                self._loads[name] = self._load(name, self._seconds), is_new
+            loaded = self._loaded.get(name)
+            if files != loaded and files == before.get(name):
+                names = sorted({path for path, *_ in files ^ (loaded or files)})
+                if self._reload(name, join_names(names) or "added"):
+                    self._loaded[name] = files
 
     def _poll(self) -> Mapping[str, Files]:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import argparse
 from collections.abc import Sequence
 
 from torch_py_backend.errors import ToolError
@@ -11,49 +11,64 @@ from torch_py_backend.errors import ToolError
 SENSITIVE = ("model-repository", "shared-memory", "trace", "logging")
 # The names of Triton 24.10.
 APIS = ("health", "metadata", "inference", "model-config", "statistics", *SENSITIVE)
-RESTRICTIONS = ("http-restricted-api", "grpc-restricted-protocol")
+_RESTRICTIONS = ("http-restricted-api", "grpc-restricted-protocol")
 KEY_HEADER = "admin-key"
 KEY_METADATA = f"triton-grpc-protocol-{KEY_HEADER}"
+# Triton waits this long for models in use before it exits.
+EXIT_SECONDS = 30
+# Arguments that would take from `serve` what it uses, and what to do instead.
+_REFUSED = {
+    "model-control-mode": "`serve` loads the models itself; remove it",
+    "model-repository": "`serve` has one; name it before --",
+    **dict.fromkeys(_RESTRICTIONS, "`serve` needs the key; use --restrict"),
+    **dict.fromkeys(("http-port", "allow-http"), "`serve` itself uses HTTP; set --http-port"),
+    **dict.fromkeys(("grpc-port", "allow-grpc"), "`serve` itself uses gRPC; set --grpc-port"),
+    "metrics-port": "`serve` checks the ports; set --metrics-port",
+}
 
 
-def values(arguments: Sequence[str], *names: str) -> list[str]:
-    """Return the values of arguments, which may be repeated: `--name=value` or `--name value`."""
-    options = [f"--{name}" for name in names]
-    return [
-        following if argument in options else argument.partition("=")[2]
-        for argument, following in itertools.pairwise([*arguments, ""])
-        if argument.partition("=")[0] in options
-    ]
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return what `serve` uses of the arguments for tritonserver.
+
+    Returns:
+        `load_model`, the models to load; `exit_timeout_secs`; and `others`, all other arguments.
+
+    Raises:
+        ToolError: an argument cannot be used with `serve`.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--load-model", action="append", default=[])
+    parser.add_argument("--exit-timeout-secs", type=int, default=EXIT_SECONDS)
+    for name in _REFUSED:
+        parser.add_argument(f"--{name}", dest=name)
+    try:
+        parsed, others = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ToolError(f"{error}.") from None
+    for name, cure in _REFUSED.items():
+        if getattr(parsed, name) is not None:
+            raise ToolError(f"--{name} was given after --, and {cure}.")
+    parsed.others = others
+    return parsed
 
 
-def without(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the arguments without one of them and its values."""
-    kept: list[str] = []
-    is_value = False
-    for argument in arguments:
-        if not is_value and argument.partition("=")[0] != f"--{name}":
-            kept.append(argument)
-        is_value = not is_value and argument == f"--{name}"
-    return kept
-
-
-def configures(arguments: Sequence[str], service: str) -> bool:
-    """Return whether the arguments set where a service listens, or disable it."""
-    names = (f"{service}-port", f"{service}-address", f"allow-{service}", f"reuse-{service}-port")
-    return bool(values(arguments, *names))
-
-
-def restriction_arguments(apis: str, key: str) -> list[str]:
-    """Return the arguments that restrict endpoints, separated by commas, over both protocols.
-
-    A client must then send the header `KEY_HEADER` with this key, or its metadata `KEY_METADATA`.
+def endpoints(text: str) -> list[str]:
+    """Return the names of Triton's endpoints, which are separated by commas.
 
     Raises:
         ToolError: Triton has no endpoint of such a name.
     """
-    names = [name.strip() for name in apis.split(",")]
-    unknown = [name for name in names if name not in APIS]
-    if unknown:
-        raise ToolError(f"'{unknown[0]}' is not one of Triton's endpoints: {', '.join(APIS)}.")
+    names = [name.strip() for name in text.split(",")] if text else []
+    for name in names:
+        if name not in APIS:
+            raise ToolError(f"'{name}' is not one of Triton's endpoints: {', '.join(APIS)}.")
+    return names
+
+
+def restriction_arguments(names: Sequence[str], key: str) -> list[str]:
+    """Return the arguments that restrict endpoints over both protocols.
+
+    A client must then send the header `KEY_HEADER` with this key, or its metadata `KEY_METADATA`.
+    """
     value = f"{','.join(names)}:{KEY_HEADER}={key}"
-    return [f"--{option}={value}" for option in RESTRICTIONS]
+    return [f"--{option}={value}" for option in _RESTRICTIONS] if names else []

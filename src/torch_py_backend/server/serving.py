@@ -11,6 +11,7 @@ from torch_py_backend.config import repository as repositories
 from torch_py_backend.errors import ToolError
 from torch_py_backend.page.app import Page
 from torch_py_backend.server import server_arguments
+from torch_py_backend.server.client import ModelState
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.ports import client_address, listen
@@ -19,13 +20,6 @@ from torch_py_backend.server.supervisor import Supervisor
 from torch_py_backend.server.tritonserver import Server
 
 _STEP_S = 0.1
-# Arguments for tritonserver that would take from `serve` what it uses, and what to do instead.
-_REFUSED = {
-    "model-control-mode": "`serve` loads the models itself; remove it",
-    **dict.fromkeys(server_arguments.RESTRICTIONS, "`serve` needs the key; use --restrict"),
-    **dict.fromkeys(("http-port", "allow-http"), "`serve` itself uses HTTP; set --http-port"),
-    **dict.fromkeys(("grpc-port", "allow-grpc"), "`serve` itself uses gRPC; set --grpc-port"),
-}
 
 
 class Serving:
@@ -34,6 +28,7 @@ class Serving:
     Args: as the options of `torch-py-backend serve`, and
         on_event: called with what happens to models.
         ports: the ports of HTTP, gRPC, metrics and readiness.
+        restrict: Triton's endpoints that require the key.
         key: what clients must send to restricted endpoints.
 
     Attributes:
@@ -57,7 +52,7 @@ class Serving:
         address: str = "127.0.0.1",
         tritonserver: Path | None = None,
         arguments: Sequence[str] = (),
-        restrict: str = "",
+        restrict: Sequence[str] = (),
         key: str = "",
         restarts: int = 8,
         load_seconds: float = 1800.0,
@@ -65,29 +60,25 @@ class Serving:
         allow_empty: bool = False,
         reload: bool = False,
     ) -> None:
-        for name, cure in _REFUSED.items():
-            if server_arguments.values(arguments, name):
-                raise ToolError(f"--{name} was given after --, and {cure}.")
+        parsed = server_arguments.parse(arguments)
         # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
-        named = server_arguments.values(arguments, "load-model")
-        self._names = [name for name in named if name != "*"]
-        arguments = server_arguments.without(arguments, "load-model")
-        http, grpc, metrics, self._health_port = ports
-        restrictions: list[str] = []
-        if restrict:
-            restrictions = server_arguments.restriction_arguments(restrict, key)
+        self._names = [name for name in parsed.load_model if name != "*"]
+        *server_ports, self._health_port = ports
+        restrictions = server_arguments.restriction_arguments(restrict, key)
         self.server = Server(
             repository,
-            http_port=http,
-            grpc_port=grpc,
-            metrics_port=metrics,
+            ports=server_ports,
             address=address,
             executable=tritonserver,
-            arguments=["--model-control-mode=explicit", *restrictions, *arguments],
+            arguments=["--model-control-mode=explicit", *restrictions, *parsed.others],
             key=key if restrict else "",
+            exit_seconds=parsed.exit_timeout_secs,
         )
-        if not allow_empty:
-            _refuse_empty(repository, self._names, arguments)
+        if not allow_empty and not repositories.by_name(repository, self._names):
+            raise ToolError(
+                f"{repository} holds no models; expected folders with a config.pbtxt."
+                " --allow-empty serves it as it is."
+            )
         self._repository, self._on_event, self._address = repository, on_event, address
         self._restarts, self._load_seconds, self._drain = restarts, load_seconds, drain
         self._reload = reload
@@ -118,7 +109,7 @@ class Serving:
             )
             with Page(listener, lambda: supervisor.snapshot) as page:
                 try:
-                    self._begin(server)
+                    self._begin(server.wait_loaded(is_over))
                     is_loaded = False
                     while (code := server.process.poll()) is None and not is_over():
                         self._step()
@@ -135,29 +126,13 @@ class Serving:
                         self._step()
                     server.stop()
 
-    def _begin(self, server: Server) -> None:
-        states = server.wait_loaded()
+    def _begin(self, states: Sequence[ModelState]) -> None:
         self.supervisor.load(self._names or sorted(state.name for state in states))
         if self._reload:
-            self._reloader = Reloader(
-                self._repository,
-                self._names,
-                server.client.load,
-                self._on_event,
-                self._load_seconds,
-            )
+            self._reloader = Reloader(self._repository, self._names, self.supervisor.reload)
 
     def _step(self) -> None:
         time.sleep(_STEP_S)
         self.supervisor.step()
         if self._reloader is not None:
             self._reloader.step()
-
-
-def _refuse_empty(repository: Path, models: Sequence[str], arguments: Sequence[str]) -> None:
-    is_replaced = server_arguments.values(arguments, "model-repository", "model-store")
-    if not is_replaced and not repositories.by_name(repository, models):
-        raise ToolError(
-            f"{repository} holds no models; expected folders with a config.pbtxt. --allow-empty"
-            " serves it as it is."
-        )

@@ -17,6 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import grpc
+
+from torch_py_backend.errors import ToolError
 from torch_py_backend.page.app import Snapshot
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import client as triton
@@ -40,9 +43,7 @@ _FAILING_S = 30.0
 # for the process to end, without killing it (ReceiveMessageFromStub and WaitForStubProcess in
 # stub_launcher.cc).
 _ACCEPTED_S = 30.0
-_NOT_ACCEPTED = (
-    "Triton did not accept it within {:g} s of its load, as when the machine stalled meanwhile"
-)
+_NOT_ACCEPTED = "Triton did not accept it after its load, as when the machine stalled meanwhile"
 # A part of Triton's message for a process that has died.
 _DEAD = "is not healthy"
 _STAYS_DOWN = "stays down until it is loaded through Triton's API"
@@ -94,6 +95,22 @@ class Supervisor:
             model = self._models[name] = ModelRecord(name, Phase.DOWN, self._clock())
             self._begin_load(model)
 
+    def reload(self, name: str, change: str) -> bool:
+        """Begin to load a model whose files changed; the old one serves until it is loaded.
+
+        Returns:
+            Whether the load has begun; no: another one is in progress, or due.
+        """
+        model = self._models.get(name)
+        if model is None or model.phase in (Phase.GIVEN_UP, Phase.UNLOADED):
+            self.load([name])
+        elif model.phase is not Phase.SERVING or model.reload is not None:
+            return False
+        else:
+            model.reload = self._client.load(name, self._load_seconds)
+        self._events.append(Event("CHANGED", name, change))
+        return True
+
     def step(self) -> None:
         """Process failures, completed calls and due loads."""
         failures = self._monitor.check()
@@ -119,6 +136,7 @@ class Supervisor:
             for name in sorted(self._states.keys() | self._models.keys()):
                 self._observe(name)
         for model in self._models.values():
+            self._check_reload(model)
             self._check_deadlines(model)
             self._report_warnings(model)
         self._publish(problem)
@@ -153,9 +171,11 @@ class Supervisor:
         label = f"{name} {state.versions}".strip() if state and has_version else name
         self._events.append(Event(kind, label, triton.cause(name, text)))
 
-    def _serve(self, model: ModelRecord, config: Mapping[str, Any], text: str) -> None:
+    def _serve(self, model: ModelRecord, config: Mapping[str, Any], cause: str = "") -> None:
         """Note that a model serves, and which models it consists of."""
+        seconds = self._clock() - model.since
         self._enter(model, Phase.SERVING)
+        text = f"serves again after {seconds:.1f} s" if model.attempts else cause
         self._report("READY", model.name, text)
         steps = config.get("ensemble_scheduling", {}).get("step", [])
         model.parts = frozenset(step["model_name"] for step in steps)
@@ -195,8 +215,11 @@ class Supervisor:
     def _begin_load(self, model: ModelRecord) -> None:
         reason = model.reason
         self._enter(model, Phase.LOADING)
-        model.reason, model.called = reason, self._clock()
-        model.call = self._client.load(model.name, self._load_seconds + _FAILING_S, model.config)
+        model.reason, model.called, limit = reason, self._clock(), self._load_seconds + _FAILING_S
+        try:
+            model.call = self._client.load(model.name, limit, model.config)
+        except ToolError as error:
+            self._refuse(model, str(error))
 
     def _begin_unload(self, model: ModelRecord) -> None:
         config = self._config(model.name)
@@ -217,11 +240,11 @@ class Supervisor:
         call, model.call = model.call, None
         if call is None:
             return  # the load was abandoned
-        error = call.failure()
+        error = self._client.failure(model.name, call)
         if model.phase is not Phase.LOADING:
             if error and model.phase is Phase.DOWN and self._is_ready(model.name):
                 self._retry(model, error, unload=False)
-        elif error and call.timed_out():
+        elif call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._give_up(model, f"{self._took_too_long}; {_STUCK}")
         elif error and not (model.failure or model.attempts or _DEAD in error):
             self._refuse(model, error)
@@ -229,18 +252,25 @@ class Supervisor:
             self._retry(model, model.failure or triton.public_reason(error), unload=False)
         else:
             model.own_config = self._config(model.name) or {}
-            model.own_processes = self._monitor.live_processes(model.name)
             if model.failure:
                 self._retry(model, model.failure, unload=True)
                 return
-            seconds = self._clock() - model.since
-            text = f"serves again after {seconds:.1f} s" if model.attempts else ""
-            self._serve(model, model.own_config, text)
+            self._serve(model, model.own_config)
+
+    def _check_reload(self, model: ModelRecord) -> None:
+        """Report the end of a load that replaces a model."""
+        call = model.reload
+        if call is not None and call.done():
+            model.reload = None
+            error = triton.cause(model.name, self._client.failure(model.name, call))
+            self._events.append(
+                Event("FAILED" if error else "READY", model.name, error or "reloaded")
+            )
 
     def _check_deadlines(self, model: ModelRecord) -> None:
         """Start a load that is due, and kill the processes of one that takes too long."""
         now = self._clock()
-        if model.phase is Phase.DOWN and model.call is None:
+        if model.phase is Phase.DOWN and model.call is None and not self._missing_part(model):
             survivors = self._monitor.live_processes(model.name)
             if survivors and now >= model.since + _IDLE_S:
                 self._monitor.kill(model.name, InstanceState.IDLE)
@@ -250,29 +280,20 @@ class Supervisor:
                     self._begin_unload(model)
                 else:
                     self._begin_load(model)
-        elif model.phase is Phase.LOADING and model.call is not None:
-            failure = ""
-            if now - model.called > self._load_seconds:
+        # A model that is READY may wait for another one: Triton locks ensembles with their parts.
+        elif model.phase is Phase.LOADING and model.call and not self._is_ready(model.name):
+            takes_too_long = now - model.called > self._load_seconds
+            # Others are at work, as during Triton's `model_warmup`.
+            is_forgotten = (
+                now > max(model.called, self._loading_at) + _ACCEPTED_S
+                and self._monitor.idle_seconds(model.name) > _ACCEPTED_S
+            )
+            if takes_too_long or is_forgotten:
                 # In every step: other instances of the model may still load, or start to load. The
                 # load fails in Triton once they are dead.
-                self._monitor.kill(model.name, InstanceState.LOADING)
-                self._kill_forgotten(model, 0)
-                failure = self._took_too_long
-            elif now > max(model.called, self._loading_at) + _ACCEPTED_S and self._kill_forgotten(
-                model, _ACCEPTED_S
-            ):
-                failure = _NOT_ACCEPTED.format(_ACCEPTED_S)
-            model.failure = model.failure or failure
-
-    def _kill_forgotten(self, model: ModelRecord, seconds: float) -> int:
-        """Kill the instances of a model if all of them wait, for this time, for Triton's READY.
-
-        Others are at work, as during Triton's `model_warmup`. A model that is READY may wait for
-        another one: Triton locks ensembles with their parts.
-        """
-        if self._is_ready(model.name) or self._monitor.idle_seconds(model.name) <= seconds:
-            return 0
-        return self._monitor.kill(model.name, InstanceState.IDLE)
+                self._monitor.kill(model.name, InstanceState.LOADING, InstanceState.IDLE)
+                reason = self._took_too_long if takes_too_long else _NOT_ACCEPTED
+                model.failure = model.failure or reason
 
     # --- observations ------------------------------------------------------------------------
 
@@ -283,15 +304,22 @@ class Supervisor:
             if state is None or not state.ready:
                 return
             model = self._models[name] = ModelRecord(name, Phase.UNLOADED, self._clock())
-        if model.call is not None or self._is_waiting(model):
+        if model.call is not None:
+            return
+        if part := self._missing_part(model):
+            if model.phase is Phase.SERVING:
+                # Triton has unloaded it, and usually loads it with the last of its parts.
+                self._enter(model, Phase.DOWN, f"needs the model '{part}', which does not serve")
+                model.failure, model.due = "", 0.0
+                model.attempts += 1
             return
         if state is not None and state.ready:
             model.versions = state.serving
             is_replaced = self._monitor.live_processes(name) - model.processes
             is_loaded = is_replaced or not model.failure or model.phase is Phase.UNLOADED
             if is_loaded and model.phase is not Phase.SERVING:
-                model.attempts = 0
                 self._serve(model, self._config(name) or {}, "loaded through Triton's API")
+                model.attempts = 0
         elif model.phase is not Phase.SERVING:
             return
         elif model.is_unloaded(state):
@@ -302,20 +330,6 @@ class Supervisor:
                 self._enter(model, Phase.GIVEN_UP, model.failure)  # which was reported
             else:
                 self._refuse(model, state.reason)
-
-    def _is_waiting(self, model: ModelRecord) -> bool:
-        """Return whether an ensemble waits for its parts; load it once they serve.
-
-        Triton usually loads it with the last of them.
-        """
-        if self._missing_part(model):
-            model.waits = model.waits or model.phase is Phase.SERVING
-            return True
-        has_waited, model.waits = model.waits, False
-        if has_waited and not self._is_ready(model.name):
-            model.attempts += 1
-            self._begin_load(model)
-        return has_waited
 
     def _missing_part(self, model: ModelRecord) -> str:
         """Return the part of an ensemble that failed and does not serve again; empty: none."""
@@ -345,7 +359,7 @@ class Supervisor:
             or model.is_unloaded(self._states.get(name))
         ):
             return
-        elif failure.identity.copied and failure.identity.pid not in model.own_processes:
+        elif failure.identity.copied:
             self._give_up(model, reason, f"; {_STAYS_DOWN}: its files came with the load request")
             self._begin_unload(model)
         else:
@@ -361,8 +375,6 @@ class Supervisor:
 
     def _why_not_ready(self, model: ModelRecord) -> str:
         """Return why a model does not serve; empty if it does."""
-        if part := self._missing_part(model):
-            return f"needs the model '{part}', which does not serve"
         if model.phase is Phase.SERVING:
             # Not ready: the model is being unloaded and loaded again through Triton's API.
             is_absent = model.name not in self._states

@@ -41,10 +41,19 @@ class TritonInstallation:
         """The folder with the libraries of response caches."""
         return self.python_backend.parents[1] / "caches"
 
-    @property
-    def uses_shell(self) -> bool:
-        """Whether it starts stubs through a shell without quotes, as Triton 24.10 does."""
-        return b"\0bash\0" in (self.python_backend / "libtriton_python.so").read_bytes()
+    def refuse_in_shell(self, path: str) -> None:
+        """Refuse a path that a stub would not get as it is: Triton would wait for it forever.
+
+        Raises:
+            ToolError: it has a space or another character that a shell interprets, and this server
+                starts stubs through a shell without quotes, as Triton 24.10 does.
+        """
+        match = _SHELL.search(path)
+        if match and b"\0bash\0" in (self.python_backend / "libtriton_python.so").read_bytes():
+            raise ToolError(
+                f"'{path}' has the character {match[0]!r}; Triton starts processes through a shell,"
+                " which splits or changes it. Rename it, or use a link."
+            )
 
 
 def find(executable: Path | None = None) -> TritonInstallation:
@@ -58,29 +67,25 @@ def find(executable: Path | None = None) -> TritonInstallation:
             Python.
     """
     if executable is None:
-        name = "tritonserver"
-        path = shutil.which(name) or shutil.which(name, path=NGC / "bin")
-        executable = Path(path) if path else None
-    wheel = importlib.util.find_spec("pytriton")  # not imported
-    if executable is not None:
-        if not executable.is_file():
-            raise ToolError(f"{executable} is not a file; expected a tritonserver executable.")
-        executable = executable.absolute()  # it is started in another folder
-        # The layout of NVIDIA's containers.
-        prefix = executable.resolve().parent.parent
-        backend, libraries = prefix / "backends" / "python", prefix / "lib"
-        stub = backend / _STUB
-    elif wheel is not None and wheel.origin is not None:
-        package = Path(wheel.origin).parent
-        root = package / "tritonserver"
-        executable = root / "bin" / "tritonserver"
-        backend, libraries = root / "backends" / "python", package.parent / "nvidia_pytriton.libs"
-        stub = root / "python_backend_stubs" / _PYTHON / _STUB
-    else:
-        raise ToolError(
-            f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
-            " pip install 'torch-py-backend[server]', or name it with --tritonserver."
-        )
+        folders = [os.environ.get("PATH", os.defpath), NGC / "bin"]
+        wheel = importlib.util.find_spec("pytriton")  # not imported
+        if wheel is not None and wheel.origin is not None:
+            folders.append(Path(wheel.origin).parent / "tritonserver" / "bin")
+        path = shutil.which("tritonserver", path=os.pathsep.join(map(str, folders)))
+        if path is None:
+            raise ToolError(
+                f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
+                " pip install 'torch-py-backend[server]', or name it with --tritonserver."
+            )
+        executable = Path(path)
+    if not executable.is_file():
+        raise ToolError(f"{executable} is not a file; expected a tritonserver executable.")
+    executable = executable.absolute()  # it is started in another folder
+    root = executable.resolve().parent.parent
+    backend = root / "backends" / "python"
+    # NVIDIA's containers have one stub, in the backend; the wheel has one for each Python.
+    stubs = (root / "python_backend_stubs" / _PYTHON / _STUB, backend / _STUB)
+    stub = next((path for path in stubs if path.is_file()), stubs[-1])
     for part in (backend / "libtriton_python.so", stub):
         if not part.is_file():
             raise ToolError(
@@ -88,20 +93,8 @@ def find(executable: Path | None = None) -> TritonInstallation:
                 f" {_PYTHON}, or is not installed."
             )
     libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
-    return TritonInstallation(executable, backend, stub, (libraries, libpython))
-
-
-def refuse_in_shell(subject: str, name: str, cure: str) -> None:
-    """Refuse a name that a stub would not get as it is from a shell: Triton waits for it forever.
-
-    Raises:
-        ToolError: it has a space or another character that a shell interprets.
-    """
-    if match := _SHELL.search(name):
-        raise ToolError(
-            f"{subject} '{name}' has the character {match[0]!r}; Triton starts processes through a"
-            f" shell, which splits or changes it. {cure}"
-        )
+    libraries = (root.parent.parent / "nvidia_pytriton.libs", root / "lib", libpython)
+    return TritonInstallation(executable, backend, stub, libraries)
 
 
 def populate_backends(triton: TritonInstallation, backends: Path) -> None:

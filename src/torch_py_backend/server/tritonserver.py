@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import instance_status
@@ -30,9 +29,7 @@ _LAUNCH = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9);"
     " os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
 )
-# Triton waits this long for models in use before it exits; a little later it is killed.
-_EXIT_SECONDS = 30
-_EXIT_OPTION = "exit-timeout-secs"
+# A server that has not exited this long after it should have is killed.
 _GRACE_SECONDS = 5
 _POLL_SECONDS = 0.05
 # The end of the log in which a reason is searched.
@@ -56,81 +53,68 @@ class Server:
     It ends with the thread that starts it.
 
     Args:
-        http_port: the HTTP port; 0 takes a free one, here and below.
-        metrics_port: the port of the Prometheus metrics.
+        repository: the model repository.
+        ports: those of HTTP, gRPC and metrics; 0 takes a free one.
+        address: the address to listen on.
         executable: the tritonserver to use; None: search for one.
         arguments: more arguments for tritonserver; they override others.
         key: the key of the endpoints that the arguments restrict.
-        log: the file for the server's log; None: the output of this process. The attribute can be
-            set until the server is started.
+        exit_seconds: how long it waits for models in use when it is stopped.
+        log: the file for its log; None: the output of this process. The attribute can be set until
+            the server is started.
 
     Attributes:
         http_address, grpc_address, metrics_address: host and port of each service.
         client: a client of its endpoints.
         variables: more variables of its environment, for `start`.
+        process: its process, once it is started.
+        status_folder: the folder with the status files of its instances, once it is started.
     """
+
+    process: subprocess.Popen[bytes]
+    status_folder: Path
 
     def __init__(
         self,
         repository: Path,
         *,
-        http_port: int = 8000,
-        grpc_port: int = 8001,
-        metrics_port: int = 8002,
+        ports: Sequence[int] = (0, 0, 0),
         address: str = "127.0.0.1",
         executable: Path | None = None,
         arguments: Sequence[str] = (),
         key: str = "",
-        log: IO[bytes] | IO[str] | None = None,
+        exit_seconds: int = server_arguments.EXIT_SECONDS,
+        log: Path | None = None,
     ) -> None:
         if not repository.is_dir():
             raise ToolError(f"{repository} is not a folder; expected a model repository.")
         self._repository = repository.absolute()
         self._address = address
-        self._ports = {"http": http_port, "grpc": grpc_port, "metrics": metrics_port}
-        # A service that the arguments configure listens elsewhere.
-        requested = {
-            f"--{service}-port": 0 if server_arguments.configures(arguments, service) else port
-            for service, port in self._ports.items()
-        }
-        for service, port in zip(self._ports, choose_ports(address, requested), strict=True):
-            self._ports[service] = self._ports[service] or port
+        options = ("--http-port", "--grpc-port", "--metrics-port")
+        chosen = choose_ports(address, dict(zip(options, ports, strict=True)))
+        self._ports = dict(zip(options, chosen, strict=True))
         self.http_address, self.grpc_address, self.metrics_address = (
-            client_address(address, port) for port in self._ports.values()
+            client_address(address, port) for port in chosen
         )
         self._triton = triton_installation.find(executable)
         self._arguments = tuple(arguments)
-        self._exit_seconds = exit_seconds(arguments)
+        self._exit_seconds = exit_seconds
         self.log = log
         self.client = TritonClient(
             self.http_address,
             self.grpc_address,
             key=key,
-            uses_shell=self._triton.uses_shell,
+            check_name=self._triton.refuse_in_shell,
             poll_failure=self._poll_failure,
         )
         self.variables: dict[str, str] = {}
-        self._folder: ServerFolder | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        # Undoes what `start` has done.
+        self._stack = contextlib.ExitStack()
 
     @property
     def log_name(self) -> str:
-        """A colon and the name of the log file, for the end of a sentence; empty without a name."""
-        name = getattr(self.log, "name", None)
-        return f": {name}" if isinstance(name, str) else ""
-
-    @property
-    def status_folder(self) -> Path:
-        """The folder with the status files of the instances of the running server."""
-        if self._folder is None:
-            raise ToolError("the server was not started; call start() first.")
-        return self._folder.status
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            raise ToolError("the server was not started; call start() first.")
-        return self._process
+        """A colon and the name of the log file, for the end of a sentence; empty without a file."""
+        return f": {self.log}" if self.log else ""
 
     def start(self) -> None:
         """Start the server, which loads its models before it listens.
@@ -143,40 +127,44 @@ class Server:
         http = grpc = self._address
         if is_ipv6(self._address):
             http, grpc = f"ipv6:{self._address}", f"[{self._address}]"
+        for path in (self._repository, tempfile.gettempdir()):
+            self._triton.refuse_in_shell(str(path))
         try:
-            self._refuse_in_shell()
+            self._stack.callback(self.client.close)
             cleanup.sweep()
-            folder = self._folder = ServerFolder()
+            folder = ServerFolder()
+            self._stack.callback(folder.close)
+            self.status_folder = folder.status
             triton_installation.populate_backends(self._triton, folder.backends)
             options = {
-                "model-repository": self._repository,
-                "backend-directory": folder.backends,
-                "cache-directory": self._triton.caches,
+                "--model-repository": self._repository,
+                "--backend-directory": folder.backends,
+                "--cache-directory": self._triton.caches,
                 # Distinguishes its shared memory from that of other servers.
-                "backend-config": f"python,shm-region-prefix-name={folder.prefix}",
-                _EXIT_OPTION: _EXIT_SECONDS,
-                # A model that does not load must not stop the server.
-                "exit-on-error": "false",
-                "http-address": http,
-                "grpc-address": grpc,
-                "metrics-address": http,
-                **{f"{service}-port": port for service, port in self._ports.items()},
+                "--backend-config": f"python,shm-region-prefix-name={folder.prefix}",
+                "--exit-timeout-secs": self._exit_seconds,
+                "--http-address": http,
+                "--grpc-address": grpc,
+                "--metrics-address": http,
+                **self._ports,
             }
+            log = self._stack.enter_context(self.log.open("ab")) if self.log else None
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
             # folder of its own: Triton's stub would import a model.py from the current folder.
-            self._process = subprocess.Popen(  # noqa: S603  the executable found above
+            self.process = subprocess.Popen(  # noqa: S603  the executable found above
                 [
                     *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())),
                     str(self._triton.executable),
-                    *(f"--{name}={value}" for name, value in options.items()),
+                    *(f"{name}={value}" for name, value in options.items()),
                     *self._arguments,
                 ],
                 env=variables | {instance_status.VARIABLE: str(folder.status)},
                 cwd=folder.path,
-                stdout=self.log,
-                stderr=self.log,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
             )
+            self._stack.callback(self._end_process)
         except BaseException as error:
             self.stop()
             if isinstance(error, OSError):
@@ -186,38 +174,35 @@ class Server:
                 ) from error
             raise
 
-    def _refuse_in_shell(self) -> None:
-        """Raise a ToolError if a shell between Triton and its stubs would change their paths."""
-        if not self._triton.uses_shell:
-            return
-        for subject, path, cure in (
-            ("the model repository", self._repository, "Rename it, or serve a link to it."),
-            ("the temporary folder", tempfile.gettempdir(), "Set TMPDIR to another folder."),
-        ):
-            triton_installation.refuse_in_shell(subject, str(path), cure)
+    def _end_process(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(self._exit_seconds + _GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
-    def wait_loaded(self, timeout: float = math.inf) -> list[ModelState]:
-        """Wait until the server has tried to load every model, and return their states.
+    def wait_loaded(self, is_over: Callable[[], bool] = lambda: False) -> list[ModelState]:
+        """Wait until the server has tried to load its models, and return their states.
+
+        Args:
+            is_over: called several times a second; if it returns True, no states are returned.
 
         Raises:
-            ToolError: the server ended, could not start, or took too long.
+            ToolError: the server has ended.
         """
-        deadline = time.monotonic() + timeout
-        while True:
+        while not is_over():
             if (code := self.process.poll()) is not None:
-                raise self._failure(f"ended with exit code {code}")
+                reason = "".join(f": {text}" for text in self._logged(_ERROR))
+                more = "more" if reason else "why"
+                raise ToolError(
+                    f"tritonserver ended with exit code {code}{reason}; its log says"
+                    f" {more}{self.log_name}."
+                )
             with contextlib.suppress(OSError):
                 return self.client.models()
-            if self.client.is_dead():
-                raise self._failure("could not start")
-            if time.monotonic() > deadline:
-                raise ToolError(f"tritonserver was not ready within {timeout:g} seconds.")
             time.sleep(_POLL_SECONDS)
-
-    def _failure(self, problem: str) -> ToolError:
-        reason = "".join(f": {text}" for text in self._logged(_ERROR))
-        more = "more" if reason else "why"
-        return ToolError(f"tritonserver {problem}{reason}; its log says {more}{self.log_name}.")
+        return []
 
     def _poll_failure(self, model: str) -> str:
         """Return why Triton could not read a model's folder, from the log; empty: unknown."""
@@ -229,10 +214,9 @@ class Server:
 
         Only for the text of a reason: no decision depends on the log, which may be on a terminal.
         """
-        name = getattr(self.log, "name", None)
         log = ""
-        if isinstance(name, str):
-            with contextlib.suppress(OSError), Path(name).open("rb") as file:
+        if self.log is not None:
+            with contextlib.suppress(OSError), self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
                 log = file.read().decode(errors="replace")
         *_, last = [None, *pattern.finditer(log)]
@@ -243,18 +227,7 @@ class Server:
 
     def stop(self) -> None:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.terminate()
-            try:
-                process.wait(self._exit_seconds + _GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self.client.close()
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            folder.close()
+        self._stack.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -264,8 +237,15 @@ class Server:
         self.stop()
 
 
-def exit_seconds(arguments: Sequence[str]) -> int:
-    """Return how long a server with these arguments waits for models in use when it is stopped."""
-    seconds = server_arguments.values(arguments, _EXIT_OPTION)
-    # Triton itself refuses other text than a number.
-    return int(seconds[-1]) if seconds and seconds[-1].isdecimal() else _EXIT_SECONDS
+def create_log() -> Path:
+    """Return a new temporary file for the log of a server; the caller may remove it.
+
+    Raises:
+        ToolError: it cannot be created.
+    """
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="tritonserver-", suffix=".log")
+    except OSError as error:
+        raise ToolError(f"a file for Triton's log cannot be created: {error.strerror}.") from None
+    os.close(descriptor)
+    return Path(name)
