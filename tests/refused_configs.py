@@ -17,10 +17,6 @@ def _input(fields: str, rows: int = 8) -> str:
 
 # By the model's name: the text of its config.pbtxt, and a part of the error of `check`.
 TABLE: dict[str, tuple[str, str]] = {
-    "labels": (
-        VALID.replace("dims: [ -1 ]", 'dims: [ -1 ] label_filename: "no.txt"'),
-        "the label_filename of output 'y' is 'no.txt', which is not in the model's folder",
-    ),
     "no_dims": (_input("dims: [ ]"), "input 'x' has dims []"),
     "no_size": (_input("dims: [ 0 ]"), "input 'x' has dims [0]"),
     "negative_size": (_input("dims: [ 4, -2 ]"), "input 'x' has dims [4, -2]"),
@@ -29,16 +25,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "versions": (
         f"{VALID}version_policy {{ specific {{ versions: [ 7 ] }} }}",
         "the model folder has none of the versions that version_policy names",
-    ),
-    "platform": (
-        f'platform: "pytorch_libtorch" max_batch_size: 8\n{_VECTOR}',
-        "the platform is 'pytorch_libtorch'",
-    ),
-    "backend": (f'backend: "pytorch" max_batch_size: 8\n{_VECTOR}', "the backend is 'pytorch'"),
-    "metrics": (
-        VALID + 'model_metrics { metric_control [{ metric_identifier { family: "f" }'
-        " histogram_options { buckets: [ 1 ] } }] }",
-        "config.pbtxt has model_metrics",
     ),
 }
 

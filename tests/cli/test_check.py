@@ -18,7 +18,7 @@ from command_line import run, tree
 from torch_py_backend.cli.check import check
 from torch_py_backend.model_folders import trial
 from torch_py_backend.processes import child_process
-from torch_py_backend.server import preflight, triton_installation
+from torch_py_backend.server import preflight
 
 _NEGATE = models.source(models.Negate)
 _COMPLETE = scenarios.x_to_y()
@@ -145,14 +145,8 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", refused_configs.TABLE)
-def test_config_that_triton_refuses(
-    name: str, here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_that_triton_refuses(name: str, here: None, tmp_path: Path) -> None:
     """What the server would refuse before the model loads is an error; tests/live compares."""
-    triton = triton_installation.TritonInstallation(
-        Path("/pytriton/bin/tritonserver"), tmp_path, tmp_path, ()
-    )
-    monkeypatch.setattr(triton_installation, "find", lambda: triton)
     text, says = refused_configs.TABLE[name]
     refused_configs.write(tmp_path, name, text)
     (model,) = json.loads(run("check", "--json", str(tmp_path / name)).stdout)["models"]

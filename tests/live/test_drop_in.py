@@ -22,10 +22,6 @@ import torch
 from scenarios import Call, Scenario, floats, tensor
 from serving import Serving, asked, until
 from torch import Tensor, nn
-from typer.testing import CliRunner
-
-from torch_py_backend import cli
-from torch_py_backend.server import triton_installation
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -180,18 +176,12 @@ TABLE = (
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server with our backend under both names; LibTorch's is not there."""
     folder = tmp_path_factory.mktemp("drop_in")
-    backends = folder / "backends"
-    triton_installation.populate_backends(triton_installation.find(), backends)
-    command = ["install", "--backend-dir", str(backends), "--name", "pytorch"]
-    result = CliRunner().invoke(cli.commands, command)
-    assert result.exit_code == 0, result.output
-    assert {entry.name for entry in backends.iterdir()} == {"python", "pytorch", "pytorch_py"}
     for scenario in TABLE:
         scenario.lay_out(folder / "repository")
     with pytest.MonkeyPatch.context() as patch:
         # These configs leave the device to Triton; a GPU would round differently.
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        with asked(folder, f"--backend-directory={backends}") as running:
+        with asked(folder) as running:
             yield running
 
 

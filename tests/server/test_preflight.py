@@ -167,18 +167,3 @@ def test_backend(folder: Path, text: str | None, other: str | None, says: str) -
         return
     with pytest.raises(ConfigError, match=re.escape(says)):
         preflight.other_backend(folder, document)
-
-
-@pytest.mark.parametrize("text", ['backend: "pytorch"', 'platform: "pytorch_libtorch"'])
-def test_backend_that_is_installed_as_pytorch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    """A server with this backend in place of LibTorch's serves its configs; others do not."""
-    backends = folder.parent / "backends"
-    monkeypatch.setattr(triton_installation, "find", lambda: _triton(_NGC, backends))
-    (folder / "config.pbtxt").write_text(text)
-    with pytest.raises(ConfigError, match="which `serve` does not have"):
-        preflight.check_server(folder, pbtxt.read(folder))
-    (backends / "pytorch").mkdir(parents=True)
-    (backends / "pytorch" / "model.py").write_text("")
-    preflight.check_server(folder, pbtxt.read(folder))

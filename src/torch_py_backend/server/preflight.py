@@ -62,38 +62,6 @@ def corrupts_numpy_2(triton: TritonInstallation) -> bool:
     return "pytriton" in triton.executable.parts
 
 
-def check_server(path: Path, document: Mapping[str, Any]) -> None:
-    """Check what this machine's server reads of a model of this backend before it loads it.
-
-    Raises:
-        ConfigError: the server refuses the model.
-    """
-    for entry in document["output"]:
-        labels = entry.get("label_filename")
-        if labels and not (path / labels).is_file():
-            raise ConfigError(
-                f"the label_filename of output '{entry['name']}' is '{labels}', which is not in the"
-                " model's folder",
-                cure="Add the file, or remove label_filename.",
-            )
-    try:
-        triton = triton_installation.find()
-    except ToolError:
-        return  # `machine_problems` reports it
-    if "model_metrics" in document and corrupts_numpy_2(triton):
-        raise ConfigError(
-            "config.pbtxt has model_metrics, which the wheel's Triton 24.10 cannot read",
-            cure="Remove it, or use a newer tritonserver.",
-        )
-    key = "backend" if document["backend"] else "platform"
-    own = document["backend"] == "pytorch_py"
-    if not own and not (triton.python_backend.parent / "pytorch" / "model.py").is_file():
-        raise ConfigError(
-            f"the {key} is '{document[key]}', which `serve` does not have",
-            cure='Replace that line by backend: "pytorch_py", or install with --name pytorch.',
-        )
-
-
 def folder_problems(path: Path) -> Iterator[str]:
     """Yield the problems of a model folder that loading the model does not show."""
     if not os.access(path, os.R_OK | os.X_OK):

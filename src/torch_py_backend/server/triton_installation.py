@@ -106,7 +106,9 @@ def populate_backends(triton: TritonInstallation, backends: Path) -> None:
     shutil.copytree(triton.python_backend, python, ignore=shutil.ignore_patterns("__pycache__"))
     if not (python / _STUB).exists():
         shutil.copy2(triton.stub, python / _STUB)
-    installation.install(backends, "pytorch_py")
+    ours = installation.install(backends, "pytorch_py")
+    # Serves repositories that were made for the LibTorch backend.
+    shutil.copytree(ours, backends / "pytorch", copy_function=os.link)
 
 
 def environment(triton: TritonInstallation) -> dict[str, str]:
