@@ -37,26 +37,17 @@ def test_without_the_packages_of_the_command_line(package: str) -> None:
 
 
 def test_install(tmp_path: Path) -> None:
-    """A folder that is no backend directory is refused without --create.
-
-    Beside the Python backend, uninstall removes our folder only.
-    """
+    """A folder that does not exist is refused. Uninstall removes our folder only."""
     folder = tmp_path / "backends"
     option = f"--backend-dir={folder}"
-    for _ in range(2):
-        refuse("expected the backend directory of a tritonserver", "install", option)
-        folder.mkdir(exist_ok=True)
-    assert list(tmp_path.rglob("*")) == [folder]
-    folder.rmdir()
-    done = run("install", option, "--create")
+    refuse("expected the backend directory of a tritonserver", "install", option)
+    (folder / "python").mkdir(parents=True)
+    done = run("install", option)
     assert done.stdout.startswith(f"installed {folder / 'pytorch_py'}\n")
     assert done.stdout.endswith(
         f"\ntritonserver --model-repository=models --backend-directory={folder}\n"
     )
     assert (folder / "pytorch_py" / "model.py").is_file()
-    (folder / "python").mkdir()
-    (folder / "python" / "libtriton_python.so").write_bytes(b"")
-    assert run("install", option).returncode == 0
     assert run("install", option, "--uninstall").stdout == f"removed {folder / 'pytorch_py'}\n"
     assert [path.name for path in folder.iterdir()] == ["python"]
     done = run("install", option, "--uninstall")
@@ -83,7 +74,7 @@ def test_install_checks_python(
     if script is not None:
         python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(0o755)
-    done = run("install", f"--backend-dir={tmp_path / 'backends'}", "--create")
+    done = run("install", f"--backend-dir={tmp_path}")
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning ")]
     for line, text in zip(warnings, says, strict=True):
         assert text.replace("PYTHON", str(python)) in line
@@ -103,7 +94,6 @@ def test_install_checks_python(
         ("serve models -- --http-port=80", "--http-port was given after --, and `serve` itself"),
         ("serve models --restrict=traces", "'traces' is not one of Triton's endpoints: health"),
         ("install --backend-dir=/no/backends", "/no/backends is not a folder; expected the"),
-        ("install --backend-dir=/dev/null/x --create", "cannot install into /dev/null/x"),
         ("check /dev/null", "/dev/null is not a folder"),
         ("check /no/[extra]/[/x]", "/no/[extra]/[/x] is not a folder"),
         ("init /no/such/model.pt", "/no/such/model.pt is not there"),

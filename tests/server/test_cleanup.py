@@ -152,20 +152,13 @@ def test_only_folders_of_servers_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_only_processes_of_the_server_are_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The list is repeated: the kernel does not show a process's environment during exec()."""
+def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:
+    """A status file may name a process of another server, or none."""
+    (tmp_path / "none.status").touch()
     with (
         instance(tmp_path, "status.idle()") as ours,
         instance(tmp_path, "status.idle()", mark=False) as other,
     ):
-        assert cleanup.belongs_to_server(psutil.Process(other.pid), tmp_path) is False
-        assert cleanup.belongs_to_server(psutil.Process(ours.pid), tmp_path)
-        cleanup.kill_all(tmp_path / "other")
-        assert ours.poll() is None
-        lists = iter([[], [psutil.Process(ours.pid), psutil.Process(other.pid)]])
-        monkeypatch.setattr(psutil, "process_iter", lambda: next(lists, []))
         cleanup.kill_all(tmp_path)
         assert ours.wait(60) == -signal.SIGKILL
         assert other.poll() is None

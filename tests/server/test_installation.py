@@ -41,7 +41,9 @@ def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     package.mkdir(parents=True)
     (package / "errors.py").touch()
     monkeypatch.setattr(installation, "PACKAGE", package)
-    return tmp_path / "backends"
+    backends = tmp_path / "backends"
+    backends.mkdir()
+    return backends
 
 
 def test_backend_is_the_shim_and_the_package(tmp_path: Path) -> None:
@@ -52,11 +54,11 @@ def test_backend_is_the_shim_and_the_package(tmp_path: Path) -> None:
     """
     before = os.umask(0o077)
     try:
-        target = installation.install(tmp_path / "opt" / "backends", NAME)
+        target = installation.install(tmp_path, NAME)
     finally:
         os.umask(before)
     written = files(target)
-    assert target == tmp_path / "opt" / "backends" / NAME
+    assert target == tmp_path / NAME
     assert written.pop("model.py") == (REPOSITORY / "backends" / NAME / "model.py").read_bytes()
     assert written == {f"torch_py_backend/{name}": data for name, data in files(PACKAGE).items()}
     assert names(target) == ["__pycache__", "model.py", "torch_py_backend"]
@@ -72,7 +74,7 @@ def test_backend_is_the_shim_and_the_package(tmp_path: Path) -> None:
 
 def test_installed_shim_imports_the_package_beside_it(tmp_path: Path) -> None:
     """It prefers the package beside it to one in site-packages, and does not import torch."""
-    target = installation.install(tmp_path / "backends", NAME)
+    target = installation.install(tmp_path, NAME)
     (tmp_path / "triton_python_backend_utils.py").write_text("")
     program = f"""
 import sys
@@ -113,25 +115,25 @@ def test_installations_side_by_side(backends: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
-    ("installed", "content", "text"),
+    ("installed", "content"),
     [
-        (False, f"{NAME}/libtriton_{NAME}.so", f"holds libtriton_{NAME}.so.*--backend-dir"),
-        (True, f"{NAME}/libtriton_{NAME}.so", "--backend-dir"),
-        (False, f"{NAME}/model.py", "--name"),
-        (False, NAME, "--name"),
+        (False, f"{NAME}/libtriton_{NAME}.so"),
+        (True, f"{NAME}/libtriton_{NAME}.so"),
+        (False, f"{NAME}/model.py"),
+        (False, NAME),
     ],
     ids=["library", "library beside our package", "model", "file"],
 )
 def test_files_of_another_backend_are_refused(
-    installed: bool, content: str, text: str, command: Command, backends: Path
+    installed: bool, content: str, command: Command, backends: Path
 ) -> None:
     """Files of other backends are kept; Triton prefers a library to any model.py."""
     if installed:
         installation.install(backends, NAME)
-    (backends / content).parent.mkdir(parents=True, exist_ok=True)
+    (backends / content).parent.mkdir(exist_ok=True)
     (backends / content).write_text("theirs")
     before = files(backends)
-    with pytest.raises(ToolError, match=text) as raised:
+    with pytest.raises(ToolError, match="--name or --backend-dir") as raised:
         command(backends, NAME)
     assert str(backends / NAME) in str(raised.value)
     assert files(backends) == before
@@ -143,15 +145,7 @@ def test_name_that_is_a_path_is_refused(name: str, backends: Path) -> None:
     for command in COMMANDS:
         with pytest.raises(ToolError, match="expected letters, digits"):
             command(backends, name)
-    assert not backends.exists()
-
-
-def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """The error has the reason and the path."""
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    with pytest.raises(ToolError, match=f"cannot install into {blocked}.*Not a directory"):
-        installation.install(blocked / "backends", NAME)
+    assert names(backends) == []
 
 
 def test_failed_installation_keeps_the_old_one(

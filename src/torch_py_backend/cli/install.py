@@ -26,19 +26,11 @@ def install(
             " the LibTorch backend unchanged."
         ),
     ] = "pytorch_py",
-    create: Annotated[
-        bool,
-        typer.Option(
-            "--create", help="Create the folder, or accept one that is not a backend directory yet."
-        ),
-    ] = False,
     uninstall: Annotated[bool, typer.Option("--uninstall", help="Remove the backend.")] = False,
 ) -> None:
     """Install the backend into a tritonserver's backend directory."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     if not uninstall:
-        if not create:
-            installation.check_backend_directory(backend_dir)
         console.print(f"installed {installation.install(backend_dir, name)}")
         for warning in _missing_packages():
             console.print(f"[yellow]warning[/] {escape(warning)}")

@@ -13,13 +13,12 @@ import os
 import re
 import shutil
 import tempfile
-import time
 import uuid
 from pathlib import Path
 
 import psutil
 
-from torch_py_backend.processes.instance_status import VARIABLE
+from torch_py_backend.processes import instance_status
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton keeps its regions
 _NAME = "torch_py_backend_"
@@ -27,8 +26,6 @@ _FOLDER = "torch-py-backend-"
 _OWNER = "owner"
 # A region of an instance: the prefix of its server, and what Triton appends.
 _REGION = re.compile(rf"{_NAME}[0-9a-f]{{12}}_(?!{_OWNER}$)[0-9A-Za-z-]+")
-_ROUNDS = 3
-_PAUSE_S = 0.05
 
 
 class ServerFolder:
@@ -78,7 +75,7 @@ class ServerFolder:
 
 
 def remove(prefix: str, folder: Path) -> None:
-    """Kill the remaining processes of a server, then remove its regions and its folder."""
+    """Kill the remaining instances of a server, then remove its regions and its folder."""
     kill_all(folder / "status")
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # owned by another user, or removed already
@@ -128,15 +125,13 @@ def remove_region(name: str) -> None:
 
 
 def kill_all(status_folder: Path) -> None:
-    """Kill every process of the server with this status folder."""
-    # Several times: a process may start another meanwhile, and the kernel does not show the
-    # environment of a process during exec().
-    for _ in range(_ROUNDS):
-        for process in psutil.process_iter():
-            if process.pid != os.getpid() and belongs_to_server(process, status_folder):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        time.sleep(_PAUSE_S)
+    """Kill the instances of the server with this status folder."""
+    for path in instance_status.files(status_folder):
+        # ValueError: a damaged name.
+        with contextlib.suppress(psutil.Error, ValueError):
+            process = psutil.Process(int(path.stem))
+            if belongs_to_server(process, status_folder):
+                process.kill()
 
 
 def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool | None:
@@ -147,7 +142,7 @@ def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool | No
     """
     with contextlib.suppress(psutil.Error, OSError):
         if variables := process.environ():
-            return bool(variables.get(VARIABLE) == str(status_folder))
+            return bool(variables.get(instance_status.VARIABLE) == str(status_folder))
     return None
 
 

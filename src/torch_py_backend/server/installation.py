@@ -13,7 +13,6 @@ from torch_py_backend.errors import ToolError
 PACKAGE = Path(__file__).parents[1]
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _QUIET = 2  # compileall prints no errors
-_PYTHON = Path("python", "libtriton_python.so")
 # The same as backends/pytorch_py/model.py in the repository; a test compares them.
 SHIM = '''"""What Triton loads for `backend: "pytorch_py"`; the code is in torch_py_backend."""
 
@@ -35,11 +34,16 @@ def install(backends: Path, name: str) -> Path:
     An earlier installation is replaced, once the new one is complete under a temporary name.
 
     Raises:
-        ToolError: the folder holds other files, or cannot be written.
+        ToolError: there is no such backend directory, it cannot be written, or the folder holds
+            other files.
     """
+    if not backends.is_dir():
+        raise ToolError(
+            f"{backends} is not a folder; expected the backend directory of a tritonserver. Name it"
+            " with --backend-dir."
+        )
     target = _target(backends, name)
     try:
-        backends.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=backends) as temporary:
             staged = Path(temporary, name)
             # Ignores the temporary files of other Python processes that compile the package.
@@ -58,21 +62,6 @@ def install(backends: Path, name: str) -> Path:
     except OSError as error:  # or shutil.Error, which holds a list of errors
         raise ToolError(f"cannot install into {backends}: {error}") from error
     return target
-
-
-def check_backend_directory(backends: Path) -> None:
-    """Raise an error if a folder is not the backend directory of a tritonserver.
-
-    Raises:
-        ToolError: it is not a folder, or does not hold Triton's Python backend.
-    """
-    if (backends / _PYTHON).is_file():
-        return
-    problem = f"has no {_PYTHON}" if backends.is_dir() else "is not a folder"
-    raise ToolError(
-        f"{backends} {problem}; expected the backend directory of a tritonserver. Name it with"
-        " --backend-dir, or add --create to install there nevertheless."
-    )
 
 
 def uninstall(backends: Path, name: str) -> bool:
@@ -99,17 +88,11 @@ def _target(backends: Path, name: str) -> Path:
     if not _NAME.fullmatch(name):
         raise ToolError(f"--name is '{name}'; expected letters, digits, _ and -.")
     target = backends / name
-    library = target / f"libtriton_{name}.so"
-    if library.exists():
+    is_empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    is_ours = (target / PACKAGE.name).is_dir() and not (target / f"libtriton_{name}.so").exists()
+    if not is_empty and not is_ours:
         raise ToolError(
-            f"{target} holds {library.name}, which Triton prefers to any model.py. Install"
-            " into another folder (--backend-dir) and start the server with"
-            " --backend-directory, or move that folder away first."
-        )
-    empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
-    if not empty and not (target / PACKAGE.name).is_dir():
-        raise ToolError(
-            f"{target} holds files that are not of this backend. Choose another --name, or"
-            " remove it first."
+            f"{target} holds files that are not of this backend. Choose another --name or"
+            " --backend-dir, or remove it first: Triton prefers a library to any model.py."
         )
     return target

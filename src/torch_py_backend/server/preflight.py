@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from torch_py_backend.config import execution_env, pbtxt
 from torch_py_backend.errors import BackendError, ConfigError, ToolError
 from torch_py_backend.server import triton_installation
-from torch_py_backend.server.triton_installation import TritonInstallation
 
 # Each instance needs a region of 1 MB, and more for larger tensors.
 _SHARED_MEMORY_BYTES = 256 << 20
@@ -27,39 +24,16 @@ _SIMILARITY = 0.85
 
 def machine_problems() -> Iterator[str]:
     """Yield the problems of this machine, one sentence each, with their cure."""
-    missing = [name for name in execution_env.PACKAGES if importlib.util.find_spec(name) is None]
     try:
-        triton = triton_installation.find()
-        triton_installation.environment(triton)
+        triton_installation.environment(triton_installation.find())
     except ToolError as error:
         yield str(error)
-    else:
-        numpy = "1" if "numpy" in missing else metadata.version("numpy")
-        if corrupts_numpy_2(triton) and int(numpy.partition(".")[0]) >= 2:  # noqa: PLR2004
-            yield (
-                f"numpy {numpy} garbles tensors in the wheel's tritonserver; pip install 'numpy<2'."
-            )
-    for name in missing:
-        yield f"{name} is not installed in this Python; pip install {name}."
     size = shutil.disk_usage("/dev/shm").total  # noqa: S108  Triton's regions
     if size < _SHARED_MEMORY_BYTES:
         yield (
             f"the shared memory has {size >> 20} MB, and tensors pass through it; give the"
             " container more (--shm-size=1g)."
         )
-    if Path("model.py").is_file():
-        yield (
-            "model.py in this folder shadows the backend's when a tritonserver is started here;"
-            " start it from another folder (`torch-py-backend serve` does)."
-        )
-
-
-def corrupts_numpy_2(triton: TritonInstallation) -> bool:
-    """Return whether the stub is known to corrupt tensors of numpy 2: that of the wheel, 24.10.
-
-    For other servers, the adapter checks it when a model is loaded.
-    """
-    return "pytriton" in triton.executable.parts
 
 
 def folder_problems(path: Path) -> Iterator[str]:

@@ -7,7 +7,6 @@ if the load fails, the old one serves on.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -76,10 +75,7 @@ class Reloader:
 
 def _files(folder: Path) -> Files:
     files = set()
-    # A version folder may be a link, which os.walk follows only where it starts.
-    links = [path for path in folder.glob("[0-9]*") if path.is_symlink()]
-    walks = (os.walk(start) for start in (folder, *links))
-    for parent, folders, names in itertools.chain.from_iterable(walks):
+    for parent, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not _is_ignored(name)]
         for name in names:
             path = Path(parent, name)
