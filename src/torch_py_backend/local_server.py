@@ -262,8 +262,7 @@ class LocalServer:
                         expected="a dict of values by input name",
                     )
                 inputs = dict.fromkeys(tensors, inputs)
-            unknown = inputs.keys() - tensors.keys()
-            if unknown:
+            if unknown := inputs.keys() - tensors.keys():
                 raise InputError(
                     f"it has no input {join_names(sorted(unknown))}",
                     expected=f"names among {join_names(tensors)}",
@@ -285,8 +284,7 @@ def _check_ready(models: Mapping[str, str]) -> None:
     """Raise a ToolError with the reason of the first model that does not serve."""
     for name, reason in models.items():
         if reason:
-            _, model, text = reason.partition(f"model '{name}'")
-            raise ToolError(f"{model}{text}" if model else f"model '{name}' {reason}")
+            raise ToolError(f"model '{name}' {reason}.")
 
 
 def _report(line: str | Event) -> None:

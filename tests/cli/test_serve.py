@@ -74,4 +74,4 @@ def test_output_that_cannot_be_written(
             text=True,
             check=False,
         )
-    assert ended.stderr.startswith("error: tritonserver ended with exit code 3; its log says why")
+    assert ended.stderr.startswith("error: tritonserver ended with exit code 3; its log says more")

@@ -171,7 +171,7 @@ def _refuse(says: str, repository: Path, **options: Any) -> None:
 def test_model_that_does_not_load(tmp_path: Path) -> None:
     """The error is the server's own sentence, and nothing is left running."""
     repository = _repository(tmp_path / "models", "function", "syntax_error")
-    _refuse("^model 'syntax_error': model.py fails at line .*SyntaxError", repository)
+    _refuse("^model 'syntax_error' stays down: model.py fails at line .*SyntaxError", repository)
 
 
 def test_log_of_a_server_that_ends(tmp_path: Path) -> None:

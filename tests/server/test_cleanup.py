@@ -86,14 +86,13 @@ def test_a_sweep_cleans_up(shared: Path) -> None:
         instance(dead.status, "status.idle()") as orphan,
         instance(alive.status, "status.idle()") as kept,
     ):
-        assert cleanup.sweep() == [dead.prefix]
+        cleanup.sweep()
         assert orphan.wait(30) == -signal.SIGKILL
         assert kept.poll() is None
     assert not dead.path.exists()
     assert alive.path.exists()
     names = ["another", f"{alive.prefix}owner", f"{alive.prefix}region"]
     assert sorted(path.name for path in shared.iterdir()) == sorted(names)
-    assert cleanup.sweep() == []
     alive.close()
 
 
@@ -139,17 +138,9 @@ def test_a_forged_file_removes_nothing(forge: Callable[[Path], object], shared: 
     (_precious(owner) / "file").write_text("precious")
     forge(owner)
     (shared / "torch_py_backend_0_region").write_bytes(b"?")
-    assert cleanup.sweep() == []
+    cleanup.sweep()
     assert (shared / "torch_py_backend_0_region").exists()
     assert (_precious(owner) / "file").read_text() == "precious"
-
-
-def test_only_folders_of_servers_are_removed(tmp_path: Path) -> None:
-    """Whatever folder is named, only one with the name of a server's folder is removed."""
-    for name in ("precious", "torch-py-backend-a"):
-        (tmp_path / name).mkdir()
-        cleanup.remove("torch_py_backend_none_", tmp_path / name)
-    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:

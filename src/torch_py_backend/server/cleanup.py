@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 import uuid
 from pathlib import Path
@@ -80,29 +81,25 @@ def remove(prefix: str, folder: Path) -> None:
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # owned by another user, or removed already
             region.unlink()
-    # Checked again here: this may run as root, for a path that was read from a file.
-    if folder.name.startswith(_FOLDER):
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep() -> list[str]:
-    """Clean up after servers whose owners were killed; return their prefixes."""
-    prefixes = []
-    for path in sorted(SHARED_MEMORY.glob(f"{_NAME}*_{_OWNER}")):
+def sweep() -> None:
+    """Clean up after servers whose owners were killed."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+    for path in SHARED_MEMORY.glob(f"{_NAME}*_{_OWNER}"):
         # OSError: it is no file of this user, or another process holds the lock. ValueError: it
         # contains no path, but a null byte.
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
         with contextlib.suppress(OSError, ValueError), open(os.open(path, flags), "r+b") as file:  # noqa: PTH123
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            folder = Path(os.fsdecode(os.read(file.fileno(), 4096)))
-            users = {os.fstat(file.fileno()).st_uid}
-            with contextlib.suppress(FileNotFoundError):
-                users.add(folder.lstat().st_uid)
-            is_ours = users == {os.getuid()} and folder.name.startswith(_FOLDER)
-            if is_ours and not folder.is_symlink():
-                prefixes.append(path.name.removesuffix(_OWNER))
-                remove(prefixes[-1], folder)
-    return prefixes
+            folder = Path(os.fsdecode(file.read(4096)))
+            # Of the folder itself: a link may lead anywhere.
+            status = folder.lstat()
+            users = {os.fstat(file.fileno()).st_uid, status.st_uid}
+            is_folder = stat.S_ISDIR(status.st_mode) and folder.name.startswith(_FOLDER)
+            # This may run as root, for a file that another user has written.
+            if users == {os.getuid()} and is_folder:
+                remove(path.name.removesuffix(_OWNER), folder)
 
 
 def region(process: psutil.Process) -> str:

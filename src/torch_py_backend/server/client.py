@@ -33,11 +33,6 @@ _NESTING = re.compile(
     r"|(?:Unknown|Internal|Not found|Invalid argument|Unavailable|Unsupported|Already exists): "
     r"|TritonModelException: )+"
 )
-_NO_BACKEND = re.compile(
-    r"(unable to find backend library for backend '(.*torch.*)'), try specifying runtime on the"
-    r" model configuration\.?",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +202,9 @@ def _utf8(name: str) -> str:
 def cause(model: str, reason: str) -> str:
     """Return why a model does not serve, for a line that has its name."""
     text = _NESTING.sub("", reason.partition("\n\nAt:")[0]).strip("; \n")
-    return _NO_BACKEND.sub(r"\1. Did you mean pytorch_py?", text).replace(f"model '{model}': ", "")
+    return text.replace(f"model '{model}': ", "")
 
 
-def public_reason(reason: str) -> str:
+def public_reason(model: str, reason: str) -> str:
     """Return Triton's reason as one line without stack trace, folders and final full stop."""
-    return sanitize_line(cause("", reason)).rstrip(".; ") or "no reason was given"
+    return sanitize_line(cause(model, reason)).rstrip(".; ") or "no reason was given"

@@ -206,7 +206,7 @@ class Supervisor:
 
     def _refuse(self, model: ModelRecord, reason: str) -> None:
         """Give up a model that Triton refuses: another load would fail in the same way."""
-        self._enter(model, Phase.GIVEN_UP, triton.public_reason(reason))
+        self._enter(model, Phase.GIVEN_UP, triton.public_reason(model.name, reason))
         model.failure = ""
         self._report("FAILED", model.name, reason)
 
@@ -249,7 +249,9 @@ class Supervisor:
         elif error and not (model.failure or model.attempts or _DEAD in error):
             self._refuse(model, error)
         elif error:
-            self._retry(model, model.failure or triton.public_reason(error), unload=False)
+            self._retry(
+                model, model.failure or triton.public_reason(model.name, error), unload=False
+            )
         else:
             model.own_config = self._config(model.name) or {}
             if model.failure:

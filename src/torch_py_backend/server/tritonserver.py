@@ -35,10 +35,9 @@ _POLL_SECONDS = 0.05
 # The end of the log in which a reason is searched.
 _LOG_BYTES = 1 << 18
 # Of the server's own start: other errors, such as a GPU that is missing, do not end it.
-_ERROR = re.compile(
+_ERROR = (
     r"^(?:E\d{4} .* (?:main|tritonserver)\.cc:\d+\] \"?(.*?)\"?|error: (.+)"
-    r"|\w+Error: (.+)|.*(unrecognized option .+)|(Bad option: .+\n.+))$",
-    re.MULTILINE,
+    r"|\w+Error: (.+)|.*(unrecognized option .+)|(Bad option: .+\n.+))$"
 )
 # The parser of protobuf writes the line before.
 _POLL_FAILED = (
@@ -193,12 +192,9 @@ class Server:
         """
         while not is_over():
             if (code := self.process.poll()) is not None:
-                reason = "".join(f": {text}" for text in self._logged(_ERROR))
-                more = "more" if reason else "why"
-                raise ToolError(
-                    f"tritonserver ended with exit code {code}{reason}; its log says"
-                    f" {more}{self.log_name}."
-                )
+                reason = self._logged(_ERROR)
+                how = f"with exit code {code}: {reason}" if reason else f"with exit code {code}"
+                raise ToolError(f"tritonserver ended {how}; its log says more{self.log_name}.")
             with contextlib.suppress(OSError):
                 return self.client.models()
             time.sleep(_POLL_SECONDS)
@@ -206,24 +202,23 @@ class Server:
 
     def _poll_failure(self, model: str) -> str:
         """Return why Triton could not read a model's folder, from the log; empty: unknown."""
-        pattern = re.compile(_POLL_FAILED.format(re.escape(model)), re.MULTILINE)
-        return ": ".join(self._logged(pattern)[::-1])
+        return self._logged(_POLL_FAILED.format(re.escape(model)))
 
-    def _logged(self, pattern: re.Pattern[str]) -> list[str]:
-        """Return the groups of the last match of a pattern in the log, near its end.
+    def _logged(self, pattern: str) -> str:
+        """Return the groups of the last match of a pattern near the end of the log, if any.
 
         Only for the text of a reason: no decision depends on the log, which may be on a terminal.
         """
-        log = ""
-        if self.log is not None:
-            with contextlib.suppress(OSError), self.log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
-                log = file.read().decode(errors="replace")
-        *_, last = [None, *pattern.finditer(log)]
-        groups = () if last is None else last.groups()
+        if self.log is None:
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            log = file.read().decode(errors="replace")
+        text = ""
+        for match in re.finditer(pattern, log, re.MULTILINE):
+            text = ": ".join(filter(None, match.groups()[::-1]))
         # Triton escapes a message as a string of C.
-        texts = (text.replace('\\"', '"').replace("\\n", "\n") for text in groups if text)
-        return [" ".join(text.split()) for text in texts]
+        return " ".join(text.replace('\\"', '"').replace("\\n", " ").split())
 
     def stop(self) -> None:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
