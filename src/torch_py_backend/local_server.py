@@ -131,9 +131,10 @@ class LocalServer:
         except BaseException:
             self.stop()
             raise
-        self._serving, server = serving, serving.server
-        self.http_address, self.grpc_address = server.http_address, server.grpc_address
-        self.metrics_address = server.metrics_address
+        self._serving = serving
+        self.http_address = serving.server.http_address
+        self.grpc_address = serving.server.grpc_address
+        self.metrics_address = serving.server.metrics_address
         _report(f"serving on {self.url} and grpc://{self.grpc_address}")
 
     def stop(self) -> None:
@@ -150,7 +151,8 @@ class LocalServer:
 
     def _run(self, serving: Serving, started: Future[None]) -> None:
         """Run the server until `stop`; set the result when every model is READY."""
-        server, deadline = serving.server, time.monotonic() + self._timeout
+        server = serving.server
+        deadline = time.monotonic() + self._timeout
 
         def announce() -> None:
             _check_ready(serving.supervisor.snapshot.models)

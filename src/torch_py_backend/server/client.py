@@ -7,6 +7,7 @@ each load. Here, no thread waits for the answer: a call is a future that is poll
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import http.client
 import json
@@ -62,9 +63,9 @@ class ModelState:
 
 def states(index: Iterable[Mapping[str, str]]) -> list[ModelState]:
     """Return the state of each model from Triton's repository index, which lists versions."""
-    grouped: dict[str, list[Mapping[str, str]]] = {}
+    grouped = collections.defaultdict[str, list[Mapping[str, str]]](list)
     for entry in index:
-        grouped.setdefault(entry["name"], []).append(entry)
+        grouped[entry["name"]].append(entry)
     return [_state(name, entries) for name, entries in grouped.items()]
 
 
@@ -114,7 +115,8 @@ class TritonClient:
         self._http_address = http_address
         self._headers = {server_arguments.KEY_HEADER: key} if key else {}
         self._metadata = ((server_arguments.KEY_METADATA, key),) if key else ()
-        self._check_name, self._poll_failure = check_name, poll_failure
+        self._check_name = check_name
+        self._poll_failure = poll_failure
         self._channel = grpc.insecure_channel(grpc_address)
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -128,10 +130,11 @@ class TritonClient:
                 files under a new name.
         """
         listed = states(json.loads(self._request("repository/index", b"{}")))
-        unlisted = [name for name in instances if name not in {state.name for state in listed}]
-        return listed + [
-            ModelState(name, serving=frozenset({""})) for name in unlisted if self.config(name)
-        ]
+        names = {state.name for state in listed}
+        for name in instances:
+            if name not in names and self.config(name):
+                listed.append(ModelState(name, serving=frozenset({""})))
+        return listed
 
     def config(self, model: str) -> dict[str, Any]:
         """Return the config that a model was loaded with; empty if it is not loaded."""

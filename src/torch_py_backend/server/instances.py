@@ -45,7 +45,8 @@ class InstanceMonitor:
     """
 
     def __init__(self, folder: Path, load_seconds: float = math.inf) -> None:
-        self._folder, self._load_seconds = folder, load_seconds
+        self._folder = folder
+        self._load_seconds = load_seconds
         self._instances: dict[Path, _Instance] = {}
 
     def check(self) -> list[InstanceFailure]:
@@ -114,8 +115,10 @@ class _Instance:
     """A monitored process."""
 
     def __init__(self, reader: Reader, load_seconds: float) -> None:
-        self.reader, self.identity = reader, reader.identity
-        self.region, self.reported = "", False
+        self.reader = reader
+        self.identity = reader.identity
+        self.region = ""
+        self.reported = False
         self._load_seconds = load_seconds
         self._process: psutil.Process | None = None
         self._stopped_since = math.inf
@@ -125,7 +128,8 @@ class _Instance:
             # Otherwise the instance has ended, and its process ID belongs to another process.
             # Checked once: a process may overwrite its environment, as setproctitle does.
             if cleanup.belongs_to_server(process, reader.path.parent) is not False:
-                self._process, self.region = process, cleanup.region(process)
+                self._process = process
+                self.region = cleanup.region(process)
 
     def warnings(self) -> list[str]:
         """Return the warnings of its load; none before it has ended."""
@@ -165,7 +169,8 @@ class _Instance:
         if not process_status:
             ended_normally = not self.reader.path.exists()
             return "" if ended_normally else procfs.cause_of_death(self.identity.pid)
-        now, limit = time.monotonic(), self.identity.limit_ms
+        now = time.monotonic()
+        limit = self.identity.limit_ms
         state, since = self.reader.read()
         seconds = now - since / _NS
         is_stopped = process_status in _STOPPED

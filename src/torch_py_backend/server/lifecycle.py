@@ -30,7 +30,6 @@ class Phase(Enum):
     SERVING = "serves"
     DOWN = "is down"
     GIVEN_UP = "stays down"
-    UNLOADED = "was unloaded"
 
 
 @dataclass(slots=True)

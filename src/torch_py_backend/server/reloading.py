@@ -43,7 +43,10 @@ class Reloader:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._names, self._reload, self._clock = path, names, reload, clock
+        self._path = path
+        self._names = names
+        self._reload = reload
+        self._clock = clock
         self._polled = self._poll()
         self._loaded = dict(self._polled)
         self._due = clock() + _POLL_S

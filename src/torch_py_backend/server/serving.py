@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
@@ -22,6 +23,7 @@ from torch_py_backend.server.tritonserver import Server
 _STEP_S = 0.1
 
 
+@dataclass
 class Serving:
     """A supervised server.
 
@@ -40,48 +42,42 @@ class Serving:
         ToolError: an argument cannot be used, a port is taken, or there is no tritonserver.
     """
 
-    supervisor: Supervisor
-    health_address: str
+    repository: Path
+    on_event: Callable[[Event], None]
+    ports: Sequence[int]
+    address: str = "127.0.0.1"
+    tritonserver: Path | None = None
+    arguments: Sequence[str] = ()
+    restrict: Sequence[str] = ()
+    key: str = ""
+    restarts: int = 8
+    load_seconds: float = 1800.0
+    drain: float = 0.0
+    allow_empty: bool = False
+    reload: bool = False
 
-    def __init__(
-        self,
-        repository: Path,
-        on_event: Callable[[Event], None],
-        *,
-        ports: Sequence[int],
-        address: str = "127.0.0.1",
-        tritonserver: Path | None = None,
-        arguments: Sequence[str] = (),
-        restrict: Sequence[str] = (),
-        key: str = "",
-        restarts: int = 8,
-        load_seconds: float = 1800.0,
-        drain: float = 0.0,
-        allow_empty: bool = False,
-        reload: bool = False,
-    ) -> None:
-        parsed = server_arguments.parse(arguments)
+    supervisor: Supervisor = field(init=False)
+    health_address: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        parsed = server_arguments.parse(self.arguments)
         # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
         self._names = [name for name in parsed.load_model if name != "*"]
-        *server_ports, self._health_port = ports
-        restrictions = server_arguments.restriction_arguments(restrict, key)
+        restrictions = server_arguments.restriction_arguments(self.restrict, self.key)
         self.server = Server(
-            repository,
-            ports=server_ports,
-            address=address,
-            executable=tritonserver,
+            self.repository,
+            ports=self.ports[:3],
+            address=self.address,
+            executable=self.tritonserver,
             arguments=["--model-control-mode=explicit", *restrictions, *parsed.others],
-            key=key if restrict else "",
+            key=self.key if self.restrict else "",
             exit_seconds=parsed.exit_timeout_secs,
         )
-        if not allow_empty and not repositories.by_name(repository, self._names):
+        if not self.allow_empty and not repositories.by_name(self.repository, self._names):
             raise ToolError(
-                f"{repository} holds no models; expected folders with a config.pbtxt."
+                f"{self.repository} holds no models; expected folders with a config.pbtxt."
                 " --allow-empty serves it as it is."
             )
-        self._repository, self._on_event, self._address = repository, on_event, address
-        self._restarts, self._load_seconds, self._drain = restarts, load_seconds, drain
-        self._reload = reload
         self._reloader: Reloader | None = None
 
     def run(self, on_loaded: Callable[[], None], is_over: Callable[[], bool]) -> int | None:
@@ -97,15 +93,15 @@ class Serving:
         Raises:
             ToolError: the server cannot start.
         """
-        listener = listen("--health-port", self._address, self._health_port)
-        self.health_address = client_address(self._address, listener.getsockname()[1])
+        listener = listen("--health-port", self.address, self.ports[3])
+        self.health_address = client_address(self.address, listener.getsockname()[1])
         with contextlib.closing(listener), self.server as server:
             self.supervisor = supervisor = Supervisor(
                 server.client,
-                InstanceMonitor(server.status_folder, self._load_seconds),
-                self._on_event,
-                restarts=self._restarts,
-                load_seconds=self._load_seconds,
+                InstanceMonitor(server.status_folder, self.load_seconds),
+                self.on_event,
+                restarts=self.restarts,
+                load_seconds=self.load_seconds,
             )
             with Page(listener, lambda: supervisor.snapshot) as page:
                 try:
@@ -121,15 +117,15 @@ class Serving:
                     # In this order, both the requests that a load balancer still sends and those in
                     # progress when Triton stops are answered.
                     page.stopping = True
-                    deadline = time.monotonic() + self._drain
+                    deadline = time.monotonic() + self.drain
                     while server.process.poll() is None and time.monotonic() < deadline:
                         self._step()
                     server.stop()
 
     def _begin(self, states: Sequence[ModelState]) -> None:
         self.supervisor.load(self._names or sorted(state.name for state in states))
-        if self._reload:
-            self._reloader = Reloader(self._repository, self._names, self.supervisor.reload)
+        if self.reload:
+            self._reloader = Reloader(self.repository, self._names, self.supervisor.reload)
 
     def _step(self) -> None:
         time.sleep(_STEP_S)

@@ -5,7 +5,7 @@ model goes round
 
     LOADING → SERVING → (an instance fails) DOWN: unloaded → LOADING …
 
-until it serves, is GIVEN_UP (Triton refuses it, or it has failed too often), or is UNLOADED by a
+until it serves, is GIVEN_UP (Triton refuses it, or it has failed too often), or is unloaded by a
 user. The supervisor requests the states of the models from Triton regularly, so that users may load
 and unload models through Triton's API, too: it does not reload what they unload, and it monitors
 what they load.
@@ -48,7 +48,6 @@ _NOT_ACCEPTED = "Triton did not accept it after its load, as when the machine st
 _DEAD = "is not healthy"
 _STAYS_DOWN = "stays down until it is loaded through Triton's API"
 _STUCK = "Triton never stops waiting for it: only a new server can load it"
-_FAILED = (Phase.LOADING, Phase.DOWN, Phase.GIVEN_UP)
 
 
 class Supervisor:
@@ -72,8 +71,12 @@ class Supervisor:
         load_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._monitor, self._on_event = client, monitor, on_event
-        self._restarts, self._load_seconds, self._clock = restarts, load_seconds, clock
+        self._client = client
+        self._monitor = monitor
+        self._on_event = on_event
+        self._restarts = restarts
+        self._load_seconds = load_seconds
+        self._clock = clock
         self._took_too_long = f"its load took longer than {load_seconds:g} s (--load-timeout)"
         self._events: list[Event] = []
         self._models: dict[str, ModelRecord] = {}
@@ -102,7 +105,7 @@ class Supervisor:
             Whether the load has begun; no: another one is in progress, or due.
         """
         model = self._models.get(name)
-        if model is None or model.phase in (Phase.GIVEN_UP, Phase.UNLOADED):
+        if model is None or model.phase is Phase.GIVEN_UP:
             self.load([name])
         elif model.phase is not Phase.SERVING or model.reload is not None:
             return False
@@ -146,11 +149,7 @@ class Supervisor:
 
         A client that sees an event must not get the previous readiness.
         """
-        models = {
-            name: self._why_not_ready(model)
-            for name, model in sorted(self._models.items())
-            if model.phase is not Phase.UNLOADED
-        }
+        models = {name: self._why_not_ready(model) for name, model in sorted(self._models.items())}
         warnings = {name: model.warnings for name, model in self._models.items() if model.warnings}
         self.snapshot = Snapshot(models, problem, self._clock(), warnings)
         events, self._events = self._events, []
@@ -162,14 +161,16 @@ class Supervisor:
     def _enter(self, model: ModelRecord, phase: Phase, reason: str = "") -> None:
         if not {model.phase, phase} <= {Phase.LOADING, Phase.DOWN}:
             model.since = self._clock()
-        model.phase, model.reason, model.failure = phase, reason, reason
+        model.phase = phase
+        model.reason = model.failure = reason
         model.processes = self._monitor.live_processes(model.name)
 
     def _report(self, kind: Kind, name: str, text: str = "") -> None:
+        text = triton.cause(name, text)
         state = self._states.get(name)
-        has_version = state is not None and kind in ("READY", "FAILED")
-        label = f"{name} {state.versions}".strip() if state and has_version else name
-        self._events.append(Event(kind, label, triton.cause(name, text)))
+        if state is not None and kind in ("READY", "FAILED"):
+            name = f"{name} {state.versions}".strip()
+        self._events.append(Event(kind, name, text))
 
     def _serve(self, model: ModelRecord, config: Mapping[str, Any], cause: str = "") -> None:
         """Note that a model serves, and which models it consists of."""
@@ -215,9 +216,11 @@ class Supervisor:
     def _begin_load(self, model: ModelRecord) -> None:
         reason = model.reason
         self._enter(model, Phase.LOADING)
-        model.reason, model.called, limit = reason, self._clock(), self._load_seconds + _FAILING_S
+        model.reason = reason
+        model.called = self._clock()
+        seconds = self._load_seconds + _FAILING_S
         try:
-            model.call = self._client.load(model.name, limit, model.config)
+            model.call = self._client.load(model.name, seconds, model.config)
         except ToolError as error:
             self._refuse(model, str(error))
 
@@ -237,9 +240,10 @@ class Supervisor:
             return None
 
     def _handle_completed(self, model: ModelRecord) -> None:
-        call, model.call = model.call, None
+        call = model.call
         if call is None:
             return  # the load was abandoned
+        model.call = None
         error = self._client.failure(model.name, call)
         if model.phase is not Phase.LOADING:
             if error and model.phase is Phase.DOWN and self._is_ready(model.name):
@@ -301,31 +305,32 @@ class Supervisor:
 
     def _observe(self, name: str) -> None:
         """Notice that a model was loaded or unloaded through Triton's API, or with its parts."""
-        model, state = self._models.get(name), self._states.get(name)
+        model = self._models.get(name)
+        state = self._states.get(name)
         if model is None:
             if state is None or not state.ready:
                 return
-            model = self._models[name] = ModelRecord(name, Phase.UNLOADED, self._clock())
+            model = self._models[name] = ModelRecord(name, Phase.DOWN, self._clock())
         if model.call is not None:
             return
         if part := self._missing_part(model):
             if model.phase is Phase.SERVING:
                 # Triton has unloaded it, and usually loads it with the last of its parts.
                 self._enter(model, Phase.DOWN, f"needs the model '{part}', which does not serve")
-                model.failure, model.due = "", 0.0
+                model.failure = ""
+                model.due = 0.0
                 model.attempts += 1
             return
         if state is not None and state.ready:
             model.versions = state.serving
             is_replaced = self._monitor.live_processes(name) - model.processes
-            is_loaded = is_replaced or not model.failure or model.phase is Phase.UNLOADED
-            if is_loaded and model.phase is not Phase.SERVING:
+            if model.phase is not Phase.SERVING and (is_replaced or not model.failure):
                 self._serve(model, self._config(name) or {}, "loaded through Triton's API")
                 model.attempts = 0
         elif model.phase is not Phase.SERVING:
             return
         elif model.is_unloaded(state):
-            self._enter(model, Phase.UNLOADED)
+            del self._models[name]
             self._report("RELEASED", name, "unloaded through Triton's API; not loaded again")
         elif state is not None and state.reason:
             if model.failure and _DEAD in state.reason:
@@ -335,12 +340,16 @@ class Supervisor:
 
     def _missing_part(self, model: ModelRecord) -> str:
         """Return the part of an ensemble that failed and does not serve again; empty: none."""
-        parts = (self._models[name] for name in model.parts if name in self._models)
-        return next((part.name for part in parts if part.phase in _FAILED), "")
+        for name in model.parts:
+            part = self._models.get(name)
+            if part is not None and part.phase is not Phase.SERVING:
+                return name
+        return ""
 
     def _handle_failure(self, failure: InstanceFailure) -> None:
-        name, reason = failure.identity.model, failure.reason
-        if name not in self._models or self._models[name].phase is Phase.UNLOADED:
+        name = failure.identity.model
+        reason = failure.reason
+        if name not in self._models:
             self._observe(name)  # it may serve already
         model = self._models.get(name)
         if model is not None and model.call is not None:
