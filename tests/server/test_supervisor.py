@@ -481,16 +481,6 @@ def test_a_server_that_does_not_answer_during_a_reload(during: str) -> None:
     server.expect("DOWN a, READY a 1, READY e 1", "unload a, load a, load e")
 
 
-def test_a_server_that_does_not_answer() -> None:
-    """It is a problem of the server; no model is taken for unloaded."""
-    server = _serving("a")
-    for answers, problem in ((False, "tritonserver does not answer"), (True, "")):
-        server.answers = answers
-        server.advance(1)
-        assert server.supervisor.snapshot.problem == problem
-    server.expect()
-
-
 # --- loads and unloads by users --------------------------------------------------------------
 
 
