@@ -155,7 +155,9 @@ class LocalServer:
         deadline = time.monotonic() + self._timeout
 
         def announce() -> None:
-            _check_ready(serving.supervisor.snapshot.models)
+            for name, reason in serving.supervisor.snapshot.models.items():
+                if reason:
+                    raise ToolError(f"model '{name}' {reason}.")
             started.set_result(None)
 
         def is_over() -> bool:
@@ -280,13 +282,6 @@ class LocalServer:
 
 
 serve = LocalServer
-
-
-def _check_ready(models: Mapping[str, str]) -> None:
-    """Raise a ToolError with the reason of the first model that does not serve."""
-    for name, reason in models.items():
-        if reason:
-            raise ToolError(f"model '{name}' {reason}.")
 
 
 def _report(line: str | Event) -> None:
