@@ -66,7 +66,6 @@ COMMANDS: Mapping[str, str] = {
 
 FLAGS: Mapping[str, str] = {
     "--cache-size": "Remove it: `serve URL` fetches the repository once, at its start.",
-    "--create": "Remove it: create the folder first.",
     "--inputs": "Put the inputs beside the model as example_inputs.safetensors.",
     "--link": "Remove it: `init` copies the files.",
     "--max-error": "Remove it: the table has each candidate's error.",
