@@ -119,7 +119,6 @@ def _listed(**dims: list[int]) -> list[dict[str, Any]]:
     ("source", "message"),
     [
         ("def forward(x):\n    return tuple(x.unbind(1))\n", "other outputs for other sizes"),
-        ("def forward(x):\n    return x.int() if x.shape[1] % 8 else x\n", "for other sizes"),
         (_STRICT, "the model fails with made-up values for its inputs: .*x is too small.*example"),
     ],
 )
@@ -184,7 +183,6 @@ _TWO_ROWS = "{'x': torch.rand(2, 4)}"
     ("body", "examples", "described"),
     [
         ("x * 2", "torch.rand(1, 4)", ("x FP32 [4]", "OUTPUT__0 FP32 [4]", 8)),
-        ("x[:2]", "torch.rand(2, 4)", ("x FP32 [2, 4]", "OUTPUT__0 FP32 [2, 4]", 0)),
         ("x.repeat(2, 1)", "torch.rand(2, 4)", ("x FP32 [2, 4]", "OUTPUT__0 FP32 [4, 4]", 0)),
         (
             "(x, x.mean(0))",
@@ -197,21 +195,10 @@ _TWO_ROWS = "{'x': torch.rand(2, 4)}"
             ("x FP32 [4]", "double FP32 [4]; ids INT64 [1]", 8),
         ),
         ("float(x.sum())", "torch.rand(2)", ("x FP32 [2]", "OUTPUT__0 FP32 [1]", 0)),
-        ("x + 1", "torch.tensor(1.0)", ("x FP32 [1]", "OUTPUT__0 FP32 [1]", 0)),
         (
             "x @ table",
             "torch.rand(2, 4), 'table': torch.rand(4, 3)",
             ("x FP32 [2, 4]; table FP32 [4, 3]", "OUTPUT__0 FP32 [2, 3]", 0),
-        ),
-        (
-            "x.sum(1) * table",
-            "torch.rand(2, 4), 'INPUT__1': torch.rand(2)",
-            ("x FP32 [4]; INPUT__1 FP32 [1]", "OUTPUT__0 FP32 [1]", 8),
-        ),
-        (
-            "[text + '!' for text in texts]",
-            "['a', 'b']",
-            ("x STRING [1]", "OUTPUT__0 STRING [1]", 8),
         ),
         (
             "torch.ones(len(texts) // 2)",

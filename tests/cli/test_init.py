@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import zipfile
-import zlib
 from pathlib import Path
 
 import command_line
@@ -93,15 +92,6 @@ def test_init_makes_a_model_folder(
     assert "FORCE_CPU_ONLY_INPUT_TENSORS" in (folder / "config.pbtxt").read_text()
     (report,) = json.loads(run("check", "--json", str(folder)).stdout)["models"]
     assert (report["model"], report.get("error"), report["notes"]) == (name, None, [])
-
-
-def test_init_of_a_package_for_cuda(tmp_path: Path) -> None:
-    """A package for CUDA needs a machine with a GPU."""
-    with zipfile.ZipFile(tmp_path / "net.pt2", "w") as archive:
-        archive.writestr("net/data/aotinductor/model/net.wrapper.so", "")
-        metadata = "net/data/aotinductor/model/net_metadata.json"
-        archive.writestr(metadata, '{"AOTI_DEVICE_KEY": "cuda"}')
-    refuse("was built for device cuda (here: cpu). Serve", "init", "net.pt2", cwd=tmp_path)
 
 
 def test_init_takes_the_source_beside_a_script(tmp_path: Path) -> None:
@@ -255,16 +245,6 @@ def _archive(path: Path | io.BytesIO, files: dict[str, bytes], **model: str) -> 
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": manifest}))
 
 
-def _damaged_member() -> bytes:
-    """Return an archive whose member cannot be decompressed."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x", bytes(100))
-    compressor = zlib.compressobj(wbits=-15)
-    content = compressor.compress(bytes(100)) + compressor.flush()
-    return buffer.getvalue().replace(content, b"\xff" * len(content), 1)
-
-
 def _weights(folder: Path) -> bytes:
     torch.save(scenarios.affine().state_dict(), folder / "weights")
     return (folder / "weights").read_bytes()
@@ -310,13 +290,11 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
     [
         ({}, ["--input=x"], "--input is 'x'; expected NAME:TYPE:DIMS such as x:FP32:3x224"),
         ({}, ["--input=x:FLOAT:3"], "with one of the types BOOL"),
-        ({}, ["--input=x:FP32:-2"], "expected NAME:TYPE:DIMS"),
         ({}, ["--input=x:FP32:3", "--example=net.py"], "give one of them"),
         ({}, ["--example=none"], "--example is none; expected a file of safetensors"),
         ({}, ["--repository=/dev/null/models"], "/dev/null"),
         *(({}, [f"--name={name}"], f"the model's name is '{name}'") for name in _BAD_NAMES),
         ({"w.safetensors": _WEIGHTS}, [], "is safetensors: weights without code"),
-        ({"a.pt": b"<!DOCTYPE html>"}, ["--repository=new/models"], "a.pt is not a PyTorch file"),
         ({"a [red] b.pt": b"PNG"}, ["--repository=new"], "a [red] b.pt is not a PyTorch file"),
         # what the config.json of a folder names is a class of transformers
         *(
@@ -325,16 +303,13 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
         ),
         # the path is taken, and --force replaces only a model folder as `init` makes it
         ({"net/": b""}, [], "net exists already"),
-        ({"taken": b"mine"}, ["--name=taken"], "taken exists already"),
         ({"net -> /no/such": b""}, [], "net exists already"),
         ({"net/notes.txt": b""}, ["--force"], "is not a model folder"),
         ({"net/config.pbtxt": b"", "net/2/model.py": b""}, ["--force"], "the version 1 alone"),
         # archives of TorchServe
         ({"net.mar": _mar(handler="my_handler.py")}, [], "class Hooks in hooks.py"),
         ({"net.mar": _mar(serializedFile="gone.pt")}, [], "gone.pt"),
-        ({"net.mar": _mar(configFile="gone.yaml")}, [], "not an archive with a model file"),
         ({"net.mar": b"PK\3\4"}, [], "not an archive with a model file"),
-        ({"net.mar": _damaged_member()}, [], "not an archive with a model file"),
     ],
 )
 def test_init_refuses(

@@ -11,7 +11,6 @@ import models
 import pytest
 import torch
 
-from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import LoadError
 from torch_py_backend.model_folders import tuning
 from torch_py_backend.processes import child_process
@@ -165,19 +164,3 @@ def test_refused(text: str | None, arguments: tuple[str, ...], says: str, tmp_pa
     """One sentence, before anything is measured."""
     model = tmp_path / "none" if text is None else _model(tmp_path, text)
     command_line.refuse(says, "tune", str(model), *arguments)
-
-
-@pytest.mark.usefixtures("simulated")
-def test_unwritable_config(tmp_path: Path) -> None:
-    """A config that cannot be replaced stays as it was."""
-    model = _model(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_py_backend.files.replace", _full)
-        done = command_line.run("tune", str(model), "--write")
-    assert done.returncode == 1
-    assert "config.pbtxt: No space left on device." in done.stderr
-    assert pbtxt.text(model) == _CONFIG
-
-
-def _full(*_: object) -> None:
-    raise OSError(28, "No space left on device")

@@ -54,7 +54,6 @@ def _arguments(folder: Path, source: str, **document: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("returned", "document"),
     [
-        ("x", {"max_batch_size": 6}),
         ("x", {"max_batch_size": 0}),
         (
             "x.reshape(sizes.shape[0], -1)",

@@ -72,7 +72,8 @@ def tune(
     is_set = [key for key in tuning.TUNED if key in document["parameters"]]
     lines = [pbtxt.parameter(key, text) for key, text in choice.parameters.items()]
     if write and not is_set:
-        _append(folder, lines)
+        text = "\n".join([pbtxt.text(folder).rstrip(), *lines, ""])
+        files.replace((folder / "config.pbtxt").resolve(), text.encode())
     done = "appended to" if write and not is_set else "for"
     typer.echo("\n".join([f"{done} {folder / 'config.pbtxt'}:", *lines]))
     if is_set:
@@ -81,13 +82,3 @@ def tune(
 
 def _print_row(title: str, columns: Sequence[str]) -> None:
     typer.echo("".join([f"{title:24}", *(f"{text:>8}" for text in columns)]))
-
-
-def _append(folder: Path, lines: Sequence[str]) -> None:
-    """Append lines to config.pbtxt."""
-    path = folder / "config.pbtxt"
-    try:
-        text = "\n".join([pbtxt.text(folder).rstrip(), *lines, ""])
-        files.replace(path.resolve(), text.encode())  # the whole file, or nothing
-    except OSError as error:
-        raise ToolError(f"cannot write {path}: {error.strerror or error}.") from error
