@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,11 +18,8 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.config import dtypes, model_config, options
-from torch_py_backend.config.batch_io import BatchInputKind
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
-from torch_py_backend.loading import discovery
-from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline import batches
 from torch_py_backend.signature import binding, introspection
@@ -65,84 +61,13 @@ _TEXTS = (
     | st.integers(1, 3).map(lambda power: "[" * 10 ** (power + 2))  # deeper than any parser
 )
 _KEYS = st.sampled_from([key for row in options.TABLE for key in (row.key, *row.aliases)])
-_ENTRIES = st.builds(lambda text: {"string_value": text}, _TEXTS)
-
-
-def _optional(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional=fields)
-
-
 _NAMES = st.sampled_from(["x", "y", "INPUT__0", "ARGS[0]"]) | st.text(max_size=8)
-_DIMS = st.lists(st.integers(-1, 2**40), max_size=4)
-_TYPES = st.sampled_from([*(dtype.config for dtype in dtypes.TABLE), "TYPE_INVALID"])
-_TENSORS = st.lists(
-    st.fixed_dictionaries(
-        {"name": _NAMES, "data_type": _TYPES, "dims": _DIMS},
-        optional={
-            "reshape": _optional(shape=_DIMS),
-            "optional": st.booleans(),
-            "allow_ragged_batch": st.booleans(),
-        },
-    ),
-    max_size=3,
-)
-_INT64 = st.integers(-1, 2**40) | st.integers(-1, 2**40).map(str)  # protobuf's JSON has strings
-_SIZES = st.lists(_INT64, max_size=3)
-# Triton writes the defaults of all fields but messages and members of a oneof.
-_INITIAL = st.fixed_dictionaries({"dims": _SIZES}, optional={"data_file": _TEXTS})
-_STATES = st.fixed_dictionaries(
-    {
-        "input_name": _NAMES,
-        "output_name": _NAMES,
-        "data_type": _TYPES,
-        "dims": _SIZES,
-        "initial_state": st.lists(_INITIAL, max_size=2),
-    },
-)
-_CONTROL = _optional(
-    int32_false_true=st.lists(st.integers(0, 1), max_size=2),
-    data_type=_TYPES,
-)
-_CONTROLS = st.fixed_dictionaries({"name": _NAMES, "control": st.lists(_CONTROL, max_size=2)})
-_SEQUENCES = _optional(
-    direct=st.just({}),
-    oldest=_optional(max_candidate_sequences=_INT64),
-    max_sequence_idle_microseconds=_INT64,
-    state=st.lists(_STATES, max_size=2),
-    control_input=st.lists(_CONTROLS, max_size=2),
-)
-_BATCH_INPUTS = st.fixed_dictionaries(
-    {
-        "kind": st.sampled_from([kind.value for kind in BatchInputKind]),
-        "data_type": _TYPES,
-        "target_name": st.lists(_NAMES, max_size=2),
-        "source_input": st.lists(_NAMES, min_size=1, max_size=1),
-    }
-)
-_DOCUMENTS = st.fixed_dictionaries(
-    {
-        "max_batch_size": st.integers(0, 2**31 - 1),
-        "input": _TENSORS,
-        "output": _TENSORS,
-        "default_model_filename": _TEXTS | st.just(""),
-        "parameters": st.dictionaries(_KEYS, _ENTRIES, max_size=3),
-    },
-    optional={
-        "batch_input": st.lists(_BATCH_INPUTS, max_size=2),
-        "sequence_batching": _SEQUENCES,
-        "model_transaction_policy": st.fixed_dictionaries({"decoupled": st.booleans()}),
-    },
-)
 
 
-@given(_DOCUMENTS)
-def test_config_is_parsed_or_refused(document: dict[str, Any]) -> None:
-    """Any config is parsed, and its model looked for, or raises a LoadError."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = build.arguments(**document) | {"model_repository": folder}
-        result = _result(lambda: discovery.find(model_config.parse(arguments)))
-    # An empty folder can serve only a factory of an installed package.
-    assert isinstance(result, Artifact) == (getattr(result, "kind", None) is ArtifactType.FACTORY)
+@given(_KEYS, _TEXTS)
+def test_options_are_parsed_or_refused(key: str, text: str) -> None:
+    """Any text of an option is parsed, or raises a LoadError."""
+    assert _result(lambda: options.parse({key: {"string_value": text}}))
 
 
 # --- binding -----------------------------------------------------------------------------------
@@ -316,10 +241,13 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
     st.lists(
         st.tuples(st.integers(1, 3), st.integers(0, 9), st.booleans()), min_size=1, max_size=6
     ),
-    _optional(
-        value=st.integers(-3, 3),
-        side=st.sampled_from(["left", "right"]),
-        multiple_of=st.integers(1, 8),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "value": st.integers(-3, 3),
+            "side": st.sampled_from(["left", "right"]),
+            "multiple_of": st.integers(1, 8),
+        },
     ),
     st.sampled_from([ANY_ROWS, Rows(4, 4), Rows(2, None)]),
 )
