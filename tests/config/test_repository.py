@@ -31,10 +31,6 @@ _REPOSITORIES = {
     "no-versions": (("a/0/", "b/-1/", "c/1.5/", "d/v1/", "e/1"), []),
     "itself": (("config.pbtxt", "1/", "2/config.pbtxt"), ["."]),
     "itself-without-config": (("1/model.pt",), ["."]),
-    "model-named-by-a-number": (("7/config.pbtxt", "7/1/"), ["7"]),
-    "the-same-without-config": (("7/1/model.pt", "a/1/"), ["7", "a"]),
-    "repository-in-a-repository": (("a/7/config.pbtxt", "b/1/"), ["b"]),
-    "version-and-a-number": (("7/config.pbtxt", "1/model.pt"), ["."]),
 }
 
 

@@ -212,13 +212,13 @@ def test_calls_with_each_sample(torchscript: bool, expected: list[int]) -> None:
         pytest.param(
             lambda x: x.double(),
             "output 'y' is float64 [8, 4]",
-            "Write data_type: TYPE_FP64 into config.pbtxt.",
+            "Write what the model returns: data_type: TYPE_FP64 dims: [ 4 ].",
             id="wrong type",
         ),
         pytest.param(
             lambda x: x[:, :2],
             "output 'y' is float32 [8, 2]",
-            "Write dims: [ 2 ] into config.pbtxt.",
+            "data_type: TYPE_FP32 dims: [ 2 ].",
             id="wrong shape",
         ),
         pytest.param(

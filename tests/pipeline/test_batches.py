@@ -93,30 +93,6 @@ def test_columns_are_fitted_to_the_rows_of_a_program(
     ]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "strings", "width"),
-    [
-        ([2], False, 2),
-        ([1, 1], False, 2),
-        ([1, 2, 1], False, 2),
-        ([2], True, 2),
-        ([2, 0], True, 2),
-    ],
-    ids=str,
-)
-def test_owned_rows_are_independent(sizes: list[int], strings: bool, width: int) -> None:
-    """Each item's rows keep their values when the column changes."""
-    column: Value = torch.arange(1.0 * width * sum(sizes)).reshape(-1, width)
-    if strings:
-        column = texts(*column.tolist())
-    expected = [part.tolist() for part in np.split(np.array(column), np.cumsum(sizes)[:-1])]
-    owned = batches.clone_rows(column, sizes)
-    outcomes = batches.scatter([column, owned], ["x", "state"], sizes)
-    column[:] = 7
-    assert [outcome["state"].tolist() for outcome in outcomes] == expected
-    assert all((np.array(outcome["x"]) == 7).all() for outcome in outcomes)
-
-
 def test_items_with_nothing_but_states() -> None:
     """Their rows are counted, too: each sequence keeps its own."""
     state = dataclasses.replace(build.spec("x", dims=(2,)), origin=Origin.STATE)

@@ -127,26 +127,16 @@ def test_arrays_and_subclasses_are_outputs(part: Any, overrides: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("part", "dtype", "dims", "overrides", "advice"),
+    ("part", "overrides", "says"),
     [
-        (torch.ones(3, 5), "FP32", (2,), {}, "Write dims: [ 5 ] into"),
-        (torch.ones(3, 5, 6), "FP32", (-1, 2), {}, "Write dims: [ -1, 6 ] into"),
-        (torch.ones(3), "FP32", (2,), {}, "Write dims: [ 1 ] into"),
-        (torch.ones(5), "FP32", (2, 2), ONE, "Write dims: [ 5 ] into"),
-        (torch.ones(4, 5), "FP32", (2,), {}, ""),
-        (FLAT.double(), "FP32", (2,), {}, "Write data_type: TYPE_FP64 into"),
-        (torch.ones(3, 5), "INT8", (2,), {}, "Write data_type: TYPE_FP32 and dims: [ 5 ] into"),
-        (FLAT.to(torch.complex64), "FP32", (2,), {}, ""),
-        ([["a"] * 5] * 3, "BYTES", (2,), {}, "Write dims: [ 5 ] into"),
-        ([["\ud800"] * 2] * 3, "BYTES", (2,), {}, ""),
+        (torch.ones(3, 5), {}, "data_type: TYPE_FP32 dims: [ 5 ]"),
+        (torch.ones(3).double(), {}, "data_type: TYPE_FP64 dims: [ 1 ]"),
+        (torch.ones(3, 5), ONE, "data_type: TYPE_FP32 dims: [ 3, 5 ]"),
     ],
 )
-def test_refusals_say_what_to_write(
-    part: Any, dtype: str, dims: tuple[int, ...], overrides: dict[str, Any], advice: str
-) -> None:
-    """The type and the dims of a result with the right number of rows can be copied."""
-    message = refusal(part, dtype, dims, **overrides)
-    assert message.endswith(f". {advice} config.pbtxt." if advice else " as in config.pbtxt.")
+def test_refusals_say_what_to_write(part: Any, overrides: dict[str, Any], says: str) -> None:
+    """The type and the dims of a result can be copied."""
+    assert refusal(part, **overrides).endswith(f"Write what the model returns: {says}.")
 
 
 @pytest.mark.parametrize(

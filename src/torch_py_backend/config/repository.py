@@ -35,17 +35,9 @@ def by_name(path: Path, required: Iterable[str] = ()) -> dict[str, Path]:
 
 def _is_model(folder: Path) -> bool:
     try:
-        return _has_config(folder) or any(
-            # A version, and not a model whose name is a number.
-            not _has_config(folder / name) and not versions(folder / name)
-            for name in versions(folder)
-        )
+        return (folder / "config.pbtxt").is_file() or bool(versions(folder))
     except PermissionError:
         return True  # accessing it later reports the error
-
-
-def _has_config(folder: Path) -> bool:
-    return (folder / "config.pbtxt").is_file()
 
 
 def versions(folder: Path) -> list[str]:

@@ -187,10 +187,8 @@ def _fetch(made: Engine) -> Callable[[Sequence[Value]], Sequence[Value]] | None:
 
 def _scatter(made: Engine, writer: Scatter | None) -> Scatter:
     config, names = made.config, made.outputs.names
-    states = {state.output for state in config.states}
-    places = [place for place, name in enumerate(names) if name in states]
     ragged = Ragged(config) if config.batch_outputs else None
-    is_plain = not places and ragged is None and made.padding is None
+    is_plain = ragged is None and made.padding is None
     if is_plain and writer is not None:
         return writer
-    return stages.ScatterByName(names, places, ragged, made.padding)
+    return stages.ScatterByName(names, ragged, made.padding)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.values import ANY_ROWS, Rows, Value, clone
+from torch_py_backend.values import ANY_ROWS, Rows, Value
 
 
 class ItemRows(tuple[Any, ...]):
@@ -86,12 +86,6 @@ def join(pieces: Sequence[Sequence[Value]]) -> Sequence[Value]:
     if len(pieces) == 1:
         return pieces[0]
     return [concatenate(parts) for parts in zip(*pieces, strict=True)]
-
-
-def clone_rows(column: Value, sizes: Sequence[int]) -> ItemRows:
-    """Split a column into copies of each item's rows, independent of the column's memory."""
-    parts = split(column, sizes) if len(sizes) > 1 else [column]
-    return ItemRows([clone(rows) for rows in parts])
 
 
 def scatter(

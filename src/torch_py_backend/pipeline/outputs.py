@@ -111,7 +111,7 @@ class _Output:
     """
 
     def __init__(self, config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> None:
-        self.name, self.reshaped = spec.name, spec.reshaped
+        self.name = spec.name
         # A batch output is verified in one dimension, and split later.
         self.flat = any(output.name == spec.name for output in config.batch_outputs)
         self.batched = config.max_batch_size > 0 and not self.flat
@@ -122,38 +122,24 @@ class _Output:
         self.any_shape = any_shape and not spec.reshaped and spec.origin is Origin.CLIENT
         self.warned = False
 
-    def serves(self, shape: tuple[int, ...], rows: int) -> bool:
+    def serves(self, shape: tuple[int, ...]) -> bool:
         """Return whether a shape that does not fit is served; log a warning for the first."""
         if not self.any_shape or not shape:
             return False
         if not self.warned:
             self.warned = True
             log.warning(
-                "output '%s' is %s, and config.pbtxt says %s; it is served as it is. %s",
+                "output '%s' is %s, and config.pbtxt says %s; it is served as it is.",
                 self.name,
                 list(shape),
                 list(self.dims),
-                self.cure(shape, rows),
             )
         return True
 
-    def cure(self, shape: Sequence[int], rows: int, data_type: str = "") -> str:
-        """Return a sentence with what to write into config.pbtxt for a result of this shape.
-
-        Empty: nothing would help, as where the number of rows is wrong.
-        """
-        fields = [f"data_type: {data_type}"] if data_type else []
-        has_rows = not self.batched or list(shape[:1]) == [rows]
-        if has_rows and not pbtxt.fits(shape, self.dims):
-            if len(shape) == len(self.dims):  # keep what varies
-                shape = [
-                    dim if dim == -1 else size for size, dim in zip(shape, self.dims, strict=True)
-                ]
-            sizes = ", ".join(map(str, shape[int(self.batched) :] or [1]))
-            fields.append(
-                f"reshape {{ shape: [ {sizes} ] }}" if self.reshaped else f"dims: [ {sizes} ]"
-            )
-        return f"Write {' and '.join(fields)} into config.pbtxt." if fields else ""
+    def cure(self, shape: Sequence[int], data_type: str) -> str:
+        """Return a sentence with what to write into config.pbtxt for a result of this shape."""
+        sizes = ", ".join(map(str, shape[int(self.batched) :] or [1]))
+        return f"Write what the model returns: data_type: {data_type} dims: [ {sizes} ]."
 
     def wrong_rows(self, size: int, rows: int) -> OutputError:
         return OutputError(
@@ -199,15 +185,15 @@ class _Tensor(_Output):
 
     def _converted(self, part: object, rows: int) -> Tensor:
         """Return a part as the output, converted where nothing is lost."""
-        tensor = self._dense(part, rows)
+        tensor = self._dense(part)
         shape = tensor.shape
         if shape[self.start :] != self.fixed and not pbtxt.fits(shape, self.dims):
             ones = self.dims[self.start :]
             if len(shape) == self.start and all(size == 1 for size in ones):
                 # Only dims of 1 are missing: [rows] for [-1, 1], a scalar for [1].
                 tensor = tensor.reshape(*shape, *ones)
-            elif not self.serves(shape, rows):
-                raise self.mismatch(_form(tensor), _short(self.dtype), self._cure(tensor, rows))
+            elif not self.serves(shape):
+                raise self._unlike(tensor)
         if self.batched and shape[0] != rows:
             raise self.wrong_rows(shape[0], rows)
         # Triton's utilities require contiguous memory. numpy rejects tensors that require a
@@ -216,7 +202,7 @@ class _Tensor(_Output):
             tensor = tensor.detach().resolve_neg()
         return tensor.contiguous()
 
-    def _dense(self, part: object, rows: int) -> Tensor:
+    def _dense(self, part: object) -> Tensor:
         """Return a part as a dense tensor of the output's type."""
         if isinstance(part, np.ndarray | np.generic) and part.dtype.kind not in "OUS":
             part = _from_numpy(part)
@@ -234,21 +220,14 @@ class _Tensor(_Output):
             )
         if part.dtype is not self.dtype:
             if not (self.cast and part.is_floating_point()):
-                raise self.mismatch(_form(part), _short(self.dtype), self._cure(part, rows))
+                raise self._unlike(part)
             part = part.to(self.dtype)
         return part.reshape(-1) if self.flat else part
 
-    def _cure(self, part: Tensor, rows: int) -> str:
-        try:
-            dtype = dtypes.from_torch(part.dtype)
-        except KeyError:  # Triton has no such type
-            return ""
-        return self.cure(part.shape, rows, "" if part.dtype is self.dtype else dtype.config)
-
-
-def _form(part: Tensor) -> str:
-    """Describe a tensor in a message."""
-    return f"{_short(part.dtype)} {list(part.shape)}"
+    def _unlike(self, part: Tensor) -> OutputError:
+        """Return the error of a tensor whose type or shape is another."""
+        cure = self.cure(part.shape, dtypes.config_name(part.dtype))
+        return self.mismatch(f"{_short(part.dtype)} {list(part.shape)}", _short(self.dtype), cure)
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -270,8 +249,9 @@ class _Strings(_Output):
                 with contextlib.suppress(ValueError):
                     strings = strings.reshape(dims)
             shape = strings.shape
-            if not (pbtxt.fits(shape, self.dims) or self.serves(shape, rows)):
-                raise self.mismatch(f"strings {list(shape)}", "strings", self.cure(shape, rows))
+            if not (pbtxt.fits(shape, self.dims) or self.serves(shape)):
+                cure = self.cure(shape, "TYPE_STRING")
+                raise self.mismatch(f"strings {list(shape)}", "strings", cure)
         if self.batched and strings.shape[0] != rows:
             raise self.wrong_rows(strings.shape[0], rows)
         return strings

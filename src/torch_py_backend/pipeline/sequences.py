@@ -137,7 +137,7 @@ class Sequences:
         if sequence is not None:
             sequence.used = now
             sequence.states = {
-                name: _as_sent(result[output]) for name, output in self._names.items()
+                name: _kept_value(result[output]) for name, output in self._names.items()
             }
         for output in self._hidden:
             del result[output]
@@ -211,10 +211,13 @@ def blank(item: Item, names: Sequence[str]) -> None:
             value.fill(b"" if value.dtype.hasobject else 0)
 
 
-def _as_sent(value: Value) -> Value:
-    """Return strings encoded, as in requests; numbers unchanged."""
+def _kept_value(value: Value) -> Value:
+    """Return a copy, since the model may return views of memory that it writes again.
+
+    Strings are encoded, as in requests.
+    """
     if isinstance(value, Tensor):
-        return value
+        return value.clone()
     strings: Strings = np.empty(value.shape, dtype=np.object_)
     strings.ravel()[:] = [
         text if isinstance(text, bytes) else text.encode() for text in value.reshape(-1).tolist()

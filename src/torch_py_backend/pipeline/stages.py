@@ -54,13 +54,11 @@ class ScatterByName:
 
     Attributes:
         names: the names of the outputs.
-        states: the places of the states of sequences among them.
         ragged: splits batch outputs by the shapes of their sources.
         padding: cuts outputs to the lengths of their items.
     """
 
     names: Sequence[str]
-    states: Sequence[int]
     ragged: Ragged | None
     padding: Padding | None
 
@@ -71,10 +69,6 @@ class ScatterByName:
         items: Sequence[Item],
     ) -> Sequence[Result]:
         """Return the results of items; `sizes` are the rows of each."""
-        if self.states:  # copies: the model may return views of memory that it writes again
-            outputs = list(outputs)
-            for place in self.states:
-                outputs[place] = batches.clone_rows(outputs[place], sizes)
         if self.ragged is not None:
             outputs = self.ragged.split(items, outputs)
         results = batches.scatter(outputs, self.names, sizes)
