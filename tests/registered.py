@@ -226,6 +226,7 @@ TABLE = (
         "failing_import",
         _trace,
         "import missing_package\n",
-        "model.py fails at line 1: ModuleNotFoundError",
+        "::double. ",
+        _IMPORT,
     ),
 )

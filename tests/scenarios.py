@@ -1387,7 +1387,7 @@ LOAD_ERRORS = (
         "factory_missing",
         _NOTHING,
         x_to_y(MODEL_FACTORY="no_such_package.models:build"),
-        "MODEL_FACTORY is 'no_such_package.models:build', which cannot be imported",
+        "MODEL_FACTORY 'no_such_package.models:build' with no arguments fails: ModuleNotFoundError",
     ),
     *(
         refused(name, python(models.Accumulate), _accumulates(sequencing(*states)) + more, *says)

@@ -278,8 +278,8 @@ def test_from_pretrained(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (".models:Missing", "models:Missing', which cannot be imported"),
-        (".failing:Net", "cannot be imported: ZeroDivisionError: division by zero"),
+        (".models:Missing", "models:Missing' with no arguments fails: AttributeError: "),
+        (".failing:Net", "fails: ZeroDivisionError: division by zero"),
         (".models:broken", "with no arguments fails: ValueError: see readme.txt"),
         (".models:Net", "with {'width': 3} fails: TypeError: "),
     ],

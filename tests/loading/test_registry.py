@@ -133,9 +133,9 @@ def test_module_places_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model_factory": "make"}, "cannot be determined: 3 is not a callable object"),
-        ({"method": "decode"}, "METHOD is 'decode', which Net does not have"),
-        ({"method": "size"}, "the arguments of what is served cannot be determined"),
+        ({"model_factory": "make"}, "fails at TypeError: 3 is not a callable object"),
+        ({"method": "decode"}, "fails at AttributeError: 'Net' object has no attribute 'decode'"),
+        ({"method": "size"}, "fails at TypeError: 3 is not a callable object"),
     ],
 )
 def test_object_that_cannot_be_called(

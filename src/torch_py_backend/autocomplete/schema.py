@@ -105,8 +105,8 @@ def _infer(
     with_batch = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
     hooks = user_hooks.load(with_batch, artifact)
     if hooks is None and artifact.kind is ArtifactType.EXPORTED:
-        with registry.beside_imported(artifact):
-            return _from_program(artifact.path, batched=batched)
+        registry.import_beside(artifact)
+        return _from_program(artifact.path, batched=batched)
     loaded = registry.load(artifact, config, _device(artifact))
     example = example_inputs.find(config, artifact)
     if not listed and example is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, summarize
+from torch_py_backend.errors import ArtifactError, ConfigError
 
 
 class ArtifactType(enum.Enum):
@@ -138,10 +138,7 @@ def defines_module(source: Path) -> bool:
 def _from_file(config: ModelConfig, path: Path) -> Artifact:
     if path.suffix == ".py":
         return _with_weights(config, ArtifactType.MODULE, path)
-    try:
-        kind = file_type(path)
-    except OSError as error:
-        raise ArtifactError(f"{path.name} cannot be read: {summarize(error)}") from error
+    kind = file_type(path)
     if isinstance(kind, ArtifactType):
         return Artifact(kind, path)
     source = path.with_suffix(".py")

@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.sequence_config import State
 from torch_py_backend.errors import ArtifactError, counted
 from torch_py_backend.loading import discovery
-from torch_py_backend.values import Item, Strings, Value
-
-_FOLDER = "initial_state"
+from torch_py_backend.values import Item, Value
 
 
 def find(config: ModelConfig, rows: int | None) -> Item:
@@ -25,7 +24,8 @@ def find(config: ModelConfig, rows: int | None) -> Item:
         rows: the size of the batch dimension; None: the model has none.
 
     Raises:
-        ArtifactError: a file of initial values is missing or too short, or has other strings.
+        ArtifactError: a file of initial values is too short.
+        OSError: it is missing.
         ConfigError: the file is outside the model's folder.
     """
     states: Item = {}
@@ -46,16 +46,10 @@ def _one_row(config: ModelConfig, state: State) -> Value:
         if name is None:
             return np.full(state.initial, b"", dtype=np.object_)
         return torch.zeros(state.initial, dtype=getattr(torch, name))
-    folder = config.folder / _FOLDER
+    folder = config.folder / "initial_state"
     role = f"the data_file of the state '{state.input}'"
     discovery.check_inside(config, role, state.file, folder)
-    try:
-        content = (folder / state.file).read_bytes()
-    except OSError as error:
-        raise ArtifactError(
-            f"{role} cannot be read: {error.strerror}",
-            expected=f"{_FOLDER}/{state.file} in the model's folder",
-        ) from None
+    content = (folder / state.file).read_bytes()
     count = math.prod(state.initial)
     if name is None:
         texts = []  # each follows its length in four bytes
@@ -63,9 +57,7 @@ def _one_row(config: ModelConfig, state: State) -> Value:
             texts.append(content[4:end])
             content = content[end:]
         _check(role, len(texts), count, "string")
-        strings: Strings = np.empty(count, dtype=np.object_)
-        strings[:] = texts[:count]
-        return strings.reshape(state.initial)
+        return values.objects(texts[:count]).reshape(state.initial)
     dtype: torch.dtype = getattr(torch, name)
     size = count * dtype.itemsize
     _check(role, len(content), size, "byte")

@@ -21,12 +21,6 @@ Forward: TypeAlias = "Callable[..., Any]"
 # The forward() of modules that define none, such as ModuleList.
 NO_FORWARD = nn.Module.forward
 
-_WRITERS = {
-    ArtifactType.TORCHSCRIPT: "torch.jit.save",
-    ArtifactType.EXPORTED: "torch.export.save",
-    ArtifactType.AOTI: "torch._inductor.aoti_compile_and_package",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -78,5 +72,5 @@ def reading(path: Path, kind: ArtifactType) -> Iterator[None]:
             f"{path.name} is {kind.value} that torch {torch.__version__} cannot load:"
             f" {summarize(error)}",
             cure="If an operator or a class is missing, import its package in model.py beside the"
-            f" artifact; else write it again with {_WRITERS[kind]} under this version of torch.",
+            " artifact; else write it again under this version of torch.",
         ) from error

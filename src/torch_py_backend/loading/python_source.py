@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -130,14 +131,11 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             parameter.requires_grad = False
         if device is not None:
             owner.to(device)
-    called, step, name = _entry_point(config, served)
+    name = config.options.method or "forward"
+    called, step, name = call(artifact.path, name, partial(_entry_point, config, served))
     described = owner.forward if called is owner and owner is not None else called
-    try:
-        signature = dataclasses.replace(introspection.from_function(described), name=name)
-    except (TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"the arguments of what is served cannot be determined: {error}"
-        ) from error
+    signature = call(artifact.path, name, partial(introspection.from_function, described))
+    signature = dataclasses.replace(signature, name=name)
     is_stream = introspection.is_generator(described) or (
         _has_steps(served) and getattr(described, "__func__", None) is NO_FORWARD
     )
@@ -160,11 +158,6 @@ def _entry_point(
             return served.begin, served.step, "begin"
         # A callable object that is not a function has no name.
         return served, None, getattr(served, "__name__", "forward")
-    if not hasattr(served, method):
-        raise ArtifactError(
-            f"METHOD is '{method}', which {type(served).__name__} does not have",
-            expected="the name of a method",
-        )
     return getattr(served, method), None, method
 
 
@@ -210,27 +203,21 @@ def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[obj
     package, _, name = factory_name.partition(":")
     # Read by Hugging Face's libraries when they are imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        with importing_from(config.version_folder):
-            factory = operator.attrgetter(name)(importlib.import_module(package))
-    except (Exception, SystemExit) as error:  # the package's own code runs here
-        raise ArtifactError(
-            f"MODEL_FACTORY is '{factory_name}', which cannot be imported: {summarize(error)}",
-            expected="package.module:callable of a package that this Python has",
-        ) from error
     keywords = config.options.model_kwargs or {}
-    from_pretrained = getattr(factory, "from_pretrained", None)
     folders = (config.version_folder, config.folder)
     folder = next((path for path in folders if (path / "config.json").is_file()), None)
     try:
+        with importing_from(config.version_folder):
+            factory = operator.attrgetter(name)(importlib.import_module(package))
+        from_pretrained = getattr(factory, "from_pretrained", None)
         if from_pretrained is not None and folder is not None:
             return from_pretrained(str(folder), local_files_only=True, **keywords), True
         return _build(config, artifact, factory, keywords), False
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # the package's own code runs here
         raise ArtifactError(
             f"MODEL_FACTORY '{factory_name}' with {keywords or 'no arguments'} fails:"
             f" {summarize(error)}",
-            cure=_KEYWORDS,
+            cure=_KEYWORDS if isinstance(error, TypeError) else "",
         ) from error
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -34,35 +33,28 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
             cure="It holds one method, the one that was exported; remove METHOD.",
         )
-    with beside_imported(artifact):
-        if artifact.kind is ArtifactType.MODULE:
-            hooks.refuse_in_model(artifact.path)
-        return LOADERS[artifact.kind](artifact, config, device)
+    import_beside(artifact)
+    if artifact.kind is ArtifactType.MODULE:
+        hooks.refuse_in_model(artifact.path)
+    return LOADERS[artifact.kind](artifact, config, device)
 
 
-@contextlib.contextmanager
-def beside_imported(artifact: Artifact) -> Iterator[None]:
-    """Import hooks.py and the source file beside an artifact, which is loaded in the context.
+def import_beside(artifact: Artifact) -> None:
+    """Import hooks.py and the source file beside an artifact.
 
     They may register operators and classes that the artifact needs. If the source file cannot be
-    imported, that is a warning, and the error of an artifact that cannot be loaded either.
+    imported, that is a warning: it may have nothing to do with the artifact.
     """
     if artifact.hooks is not None:
         python_source.import_source(artifact.hooks)
-    failure: ArtifactError | None = None
-    if artifact.source is not None:
-        try:
-            python_source.import_source(artifact.source)
-        except ArtifactError as error:
-            failure = error
-            log.warning("%s %s is loaded without it.", error, artifact.path.name)
-        else:
-            hooks.refuse_in_model(artifact.source)
+    if artifact.source is None:
+        return
     try:
-        yield
+        python_source.import_source(artifact.source)
     except ArtifactError as error:
-        cause = failure or error
-        raise cause from cause.__cause__
+        log.warning("%s %s is loaded without it.", error, artifact.path.name)
+    else:
+        hooks.refuse_in_model(artifact.source)
 
 
 LOADERS: Mapping[ArtifactType, Loader] = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, summarize
+from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.loaded import Forward, Loaded, reading
@@ -41,20 +41,10 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
 
 
 def freeze(config: ModelConfig, loaded: Loaded) -> Forward:
-    """Return a model with its weights as constants and its operators fused for the CPU.
-
-    Raises:
-        ConfigError: torch cannot freeze the graph.
-    """
+    """Return a model with its weights as constants and its operators fused for the CPU."""
     method = config.options.method
     others = [method] if method else []
-    try:
-        frozen = torch.jit.freeze(loaded.owner, preserved_attrs=others)
-        optimized = torch.jit.optimize_for_inference(frozen, other_methods=others)
-    except Exception as error:  # unsupported graphs raise nearly anything
-        raise ConfigError(
-            f"OPTIMIZE asks for freeze, which fails: {summarize(error)}",
-            cure="Remove freeze.",
-        ) from error
+    frozen = torch.jit.freeze(loaded.owner, preserved_attrs=others)
+    optimized = torch.jit.optimize_for_inference(frozen, other_methods=others)
     called: Forward = getattr(optimized, method) if method else optimized
     return called
