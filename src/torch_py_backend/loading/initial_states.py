@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.sequence_config import State
-from torch_py_backend.errors import ArtifactError, counted
+from torch_py_backend.errors import ArtifactError, counted, summarize
 from torch_py_backend.loading import discovery
 from torch_py_backend.values import Item, Value
 
@@ -24,8 +24,7 @@ def find(config: ModelConfig, rows: int | None) -> Item:
         rows: the size of the batch dimension; None: the model has none.
 
     Raises:
-        ArtifactError: a file of initial values is too short.
-        OSError: it is missing.
+        ArtifactError: a file of initial values is missing or too short.
         ConfigError: the file is outside the model's folder.
     """
     states: Item = {}
@@ -49,7 +48,10 @@ def _one_row(config: ModelConfig, state: State) -> Value:
     folder = config.folder / "initial_state"
     role = f"the data_file of the state '{state.input}'"
     discovery.check_inside(config, role, state.file, folder)
-    content = (folder / state.file).read_bytes()
+    try:
+        content = (folder / state.file).read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{role} cannot be read: {summarize(error)}") from None
     count = math.prod(state.initial)
     if name is None:
         texts = []  # each follows its length in four bytes
