@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -15,9 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_py_backend import files
-from torch_py_backend.config import options
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import LoadError, PlatformError, summarize
+from torch_py_backend.errors import ConfigError, LoadError, PlatformError, summarize
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.pipeline.run import Counts
 from torch_py_backend.processes import private_files
@@ -93,11 +91,8 @@ class Compiled:
         try:
             self._compiled: Callable[..., object] = torch.compile(self._traced, **parameters)
         except Exception as error:  # torch.compile raises various errors for unknown values
-            raise options.refusal(
-                "TORCH_COMPILE_OPTIONAL_PARAMETERS",
-                json.dumps(config.options.torch_compile_optional_parameters or {}),
-                f"what torch.compile takes ({summarize(error)})",
-            ) from error
+            reason = f"torch.compile refuses TORCH_COMPILE_OPTIONAL_PARAMETERS: {summarize(error)}"
+            raise ConfigError(reason) from error
 
     def _traced(self, *args: object, **kwargs: object) -> object:
         # False where torch.compile traces this function: a compiled graph records nothing.

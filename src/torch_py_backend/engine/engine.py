@@ -13,7 +13,6 @@ from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import build, compilation, runtime, sharing
 from torch_py_backend.errors import BackendError
-from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, run
@@ -135,8 +134,6 @@ class Engine:
         Raises:
             ConfigError: the weights cannot be shared.
         """
-        if self.loaded.kind is ArtifactType.AOTI:
-            raise sharing.not_shared_error("the AOTInductor package contains them")
         shared.share(self.loaded.owner)
         self._shared = shared
         self.failures.reset()
