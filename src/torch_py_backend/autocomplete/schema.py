@@ -166,29 +166,24 @@ class _Trial:
         Args:
             listed: the inputs in the config; empty: those of the example.
             example: valid values of inputs by name.
-            batched: whether there is a batch dimension; None: one is tried first.
+            batched: whether there is a batch dimension; None: that is found out.
         """
-        choices = [True, False] if batched is None else [batched]
-        if batched is None and self.hooks is not None and self.hooks.per_batch:
-            choices = [True]
-        errors = []
-        for choice in choices:
-            item, *others = self._items(listed, example, batched=choice)
-            try:
-                outputs = self._outputs(item, batched=choice)
-                if choice and len(choices) > 1:
-                    run = partial(self._outputs, batched=True)
-                    if not is_batch(run, item, outputs):
-                        continue
-            except BackendError as error:
-                errors.append(error)
-                continue
-            for other in others:
-                with contextlib.suppress(ForwardError, InputError, OutputError):
-                    varied = self._outputs(other, batched=choice)
-                    outputs = _with_varying(outputs, varied)
-            return _schema(of_values(item), outputs, self.loaded.rows.most, batched=choice)
-        raise errors[0]
+        if batched is None:
+            batched = self._finds_batch(listed, example)
+        item, *others = self._items(listed, example, batched=batched)
+        outputs = self._outputs(item, batched=batched)
+        for other in others:
+            with contextlib.suppress(ForwardError, InputError, OutputError):
+                varied = self._outputs(other, batched=batched)
+                outputs = _with_varying(outputs, varied)
+        return _schema(of_values(item), outputs, self.loaded.rows.most, batched=batched)
+
+    def _finds_batch(self, listed: Sequence[TensorSpec], example: Item) -> bool:
+        """Return whether the inputs have a batch dimension."""
+        if self.hooks is not None and self.hooks.per_batch:
+            return True
+        item = self._items(listed, example, batched=True)[0]
+        return is_batch(partial(self._outputs, batched=True), item)
 
     def _items(self, listed: Sequence[TensorSpec], example: Item, *, batched: bool) -> list[Item]:
         """Return inputs to run the model with, of several sizes if the model may take them."""
@@ -238,15 +233,12 @@ class _Trial:
         return outputs
 
 
-def is_batch(
-    run: Callable[[Item], Sequence[TensorSpec]], item: Item, outputs: Sequence[TensorSpec]
-) -> bool:
+def is_batch(run: Callable[[Item], Sequence[TensorSpec]], item: Item) -> bool:
     """Return whether dimension 0, and no other, doubles in every output if the rows do.
 
     Args:
         run: returns the outputs of the model for an item, with all dims.
         item: valid inputs.
-        outputs: the outputs for these inputs.
     """
     sizes = {tuple(value.shape[:1]) for value in item.values()}
     if len(sizes) != 1 or sizes in ({()}, {(0,)}):
@@ -254,15 +246,16 @@ def is_batch(
     ((rows,),) = sizes
     twice = [*range(rows)] * 2
     doubled: Item = {name: value[twice] for name, value in item.items()}
+    try:
+        outputs, of_doubled = run(item), run(doubled)
+    except BackendError:  # it takes no other number of rows
+        return False
     expected = [
         dataclasses.replace(spec, dims=(2 * rows, *spec.dims[1:]))
         for spec in outputs
         if spec.dims[:1] == (rows,)
     ]
-    try:
-        return expected == [*run(doubled)]
-    except BackendError:  # it takes no other number of rows
-        return False
+    return expected == [*of_doubled]
 
 
 # --- specs of tensors -------------------------------------------------------------------------

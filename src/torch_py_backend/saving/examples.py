@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from torch_py_backend.autocomplete import schema
+from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import SaveError, a_type, join_names, summarize
 from torch_py_backend.model_folders import artifact_files
@@ -64,12 +65,11 @@ def from_arguments(
     if not item:
         raise SaveError("example_inputs has no tensors", expected=_KINDS)
 
+    def specs(item: Item) -> tuple[TensorSpec, ...]:
+        return schema.of_values(_run(module, tree, item))
+
     outputs = _run(module, tree, item)
-    batched = max_batch_size != 0 and schema.is_batch(
-        lambda rows: schema.of_values({**_run(module, tree, rows)}),
-        {**item},
-        schema.of_values({**outputs}),
-    )
+    batched = max_batch_size != 0 and schema.is_batch(specs, {**item})
     if max_batch_size and not batched:
         raise SaveError(
             f"max_batch_size is {max_batch_size}, and the example's outputs are none of a batch:"
