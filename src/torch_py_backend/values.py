@@ -22,6 +22,9 @@ Strings: TypeAlias = "np.ndarray[Any, np.dtype[np.object_]]"
 Value: TypeAlias = "Tensor | Array"
 # One request's tensors by name, as sent by the client.
 Item: TypeAlias = "dict[str, Value]"
+Items: TypeAlias = "Sequence[Item]"
+# Those of a batch, by place.
+Columns: TypeAlias = "Sequence[Value]"
 # One request's result or its error.
 Outcome: TypeAlias = "dict[str, Value] | BackendError"
 # What users' functions take and return: trees of anything.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,10 +18,20 @@ from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
 from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
 from torch_py_backend.pipeline.ragged import Ragged
-from torch_py_backend.pipeline.run import Entry, Extract, GroupStage, Result, Scatter, Stages
+from torch_py_backend.pipeline.run import (
+    After,
+    Before,
+    Entries,
+    Extract,
+    GroupStage,
+    Result,
+    Results,
+    Scatter,
+    Stages,
+)
 from torch_py_backend.pipeline.sequences import Sequences, Slots
 from torch_py_backend.signature.binding import InputBinding
-from torch_py_backend.values import Value, clone
+from torch_py_backend.values import Columns, Value, clone
 
 if TYPE_CHECKING:
     from torch_py_backend.engine.engine import Engine
@@ -83,8 +93,8 @@ def chosen(
         steps: the states of sequences; None: items have them.
     """
     config = made.config
-    before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...] = ()
-    after: tuple[Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]], ...] = ()
+    before: tuple[Before, ...] = ()
+    after: tuple[After, ...] = ()
     hooked, counts = made.hooked, made.counts
     finite = None
     if made.outputs.finite is not None:
@@ -116,9 +126,7 @@ def chosen(
     )
 
 
-def _each(
-    check: Callable[[Result], Result], results: Sequence[Result], _: Sequence[Entry]
-) -> Sequence[Result]:
+def _each(check: Callable[[Result], Result], results: Results, _: Entries) -> Results:
     return list(map(check, results))
 
 
@@ -161,7 +169,7 @@ def _without_hooks(module: Forward) -> Forward:
 # --- outputs -----------------------------------------------------------------------------------
 
 
-def _fetch(made: Engine) -> Callable[[Sequence[Value]], Sequence[Value]] | None:
+def _fetch(made: Engine) -> Callable[[Columns], Columns] | None:
     """Return the function that copies outputs to the host, where the config says so, and waits.
 
     States stay on their device.
@@ -173,7 +181,7 @@ def _fetch(made: Engine) -> Callable[[Sequence[Value]], Sequence[Value]] | None:
     states = {state.output for state in made.config.states}
     kept = [name in states or not made.host_inputs for name in made.outputs.names]
 
-    def fetch(columns: Sequence[Value]) -> Sequence[Value]:
+    def fetch(columns: Columns) -> Columns:
         fetched = [
             value.cpu() if isinstance(value, Tensor) and not keep else value
             for value, keep in zip(columns, kept, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch_py_backend.pipeline import batches, run
 from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
-from torch_py_backend.pipeline.run import Attempt, Counts, Entry, Group, Result, Run, Scatter
+from torch_py_backend.pipeline.run import Attempt, Counts, Entries, Group, Results, Run, Scatter
 from torch_py_backend.pipeline.sequences import Sequences, Slots
-from torch_py_backend.values import Item, RequestItem, Value
+from torch_py_backend.values import Columns, Item, RequestItem
 
 
 class Engine:
@@ -117,7 +117,7 @@ class Engine:
         """Whether the instance and all inputs are on the CPU; the model itself may use a GPU."""
         return self.host_inputs and self.device.type == "cpu"
 
-    def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
+    def to_device(self, columns: Columns) -> Columns:
         """Copy tensors to this instance's device where they are elsewhere."""
         # A copy to the host is read without synchronization, so it must not be asynchronous.
         asynchronous = self.device.type != "cpu"
@@ -174,14 +174,14 @@ class Engine:
         if self._free_memory is not None and self.failures.fatal is None:
             self._free_memory()
 
-    def _run_and_clean(self, run_batch: Run, entries: Sequence[Entry]) -> Sequence[Result]:
+    def _run_and_clean(self, run_batch: Run, entries: Entries) -> Results:
         results = run_batch(entries)
         self.clean()
         return results
 
     def _run_shared(
-        self, shared: sharing.SharedWeights, run_batch: Run, entries: Sequence[Entry]
-    ) -> Sequence[Result]:
+        self, shared: sharing.SharedWeights, run_batch: Run, entries: Entries
+    ) -> Results:
         """Return the results, or a refusal for each item if the shared weights are gone.
 
         Results may be wrong if their owner has ended meanwhile.
@@ -197,7 +197,7 @@ def _no_grad() -> bool:
     return not torch.is_grad_enabled()
 
 
-def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Sequence[Result]:  # noqa: FBT001
+def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Results:  # noqa: FBT001
     """Run a group in the trace context of the first of its requests that has one."""
     if RequestItem not in map(type, group.items):
         return run_group(group, copies)
@@ -205,7 +205,7 @@ def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Sequence[Resu
         return run_group(group, copies)
 
 
-def _run_and_return(run_batch: Run, entries: Sequence[Entry]) -> Sequence[Result]:
+def _run_and_return(run_batch: Run, entries: Entries) -> Results:
     """Return outputs where the inputs were: on the GPU if all of them were there."""
     return [
         result

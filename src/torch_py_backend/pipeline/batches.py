@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.values import ANY_ROWS, Rows, Value
+from torch_py_backend.values import ANY_ROWS, Columns, Rows, Value
 
 
 class ItemRows(tuple[Any, ...]):
@@ -62,7 +62,7 @@ def concatenate(values: Sequence[Any]) -> Value:
     return array if array.dtype.hasobject else torch.from_numpy(array)
 
 
-def fit(columns: Sequence[Value], rows: Rows) -> Iterator[tuple[Sequence[Value], int]]:
+def fit(columns: Columns, rows: Rows) -> Iterator[tuple[Columns, int]]:
     """Split columns into calls of as many rows as the model takes.
 
     Rows are filled up by repeating the last one, whose values are valid.
@@ -81,7 +81,7 @@ def fit(columns: Sequence[Value], rows: Rows) -> Iterator[tuple[Sequence[Value],
         yield piece, present
 
 
-def join(pieces: Sequence[Sequence[Value]]) -> Sequence[Value]:
+def join(pieces: Sequence[Columns]) -> Columns:
     """Concatenate the outputs of several calls."""
     if len(pieces) == 1:
         return pieces[0]
@@ -99,7 +99,7 @@ def scatter(
     return [dict(zip(names, rows, strict=True)) for rows in zip(*parts, strict=True)]
 
 
-def split(output: Value | ItemRows, sizes: Sequence[int]) -> Sequence[Value]:
+def split(output: Value | ItemRows, sizes: Sequence[int]) -> Columns:
     """Return each item's rows of an output as a view."""
     if isinstance(output, ItemRows):
         return output

@@ -24,10 +24,10 @@ from torch_py_backend.loading.hooks import Hooks, hook_signature, row_signature
 from torch_py_backend.pipeline import batches, trees
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
 from torch_py_backend.pipeline.postprocessing import ROWS, Guarded
-from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
+from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
-from torch_py_backend.values import Call, Item, Parameters, RequestItem, Tree, Value
+from torch_py_backend.values import Call, Columns, Item, Items, Parameters, RequestItem, Tree, Value
 
 # The module of the model, or the function that is served instead.
 Module: TypeAlias = "Callable[..., Tree]"
@@ -76,7 +76,7 @@ class HookedPipeline:
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def prepare(self, guarded: Guarded, entries: Sequence[Entry]) -> Sequence[Entry]:
+    def prepare(self, guarded: Guarded, entries: Entries) -> Entries:
         """Return the prepared rows of each request, or why it is refused.
 
         Args:
@@ -176,7 +176,7 @@ class HookedPipeline:
             sent = _of_rows(parameters)
             return self._call(module, self._batch(column.tolist(), sent), sent)
 
-        def group(entries: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Group]]:
+        def group(entries: Entries) -> tuple[Entries, Sequence[Group]]:
             groups: dict[Hashable, list[tuple[int, Item]]] = {}
             for place, entry in enumerate(entries):
                 if isinstance(entry, BackendError):
@@ -241,7 +241,7 @@ class HookedPipeline:
         Raises:
             BackendError: a hook fails, or refuses the item.
         """
-        entries: Sequence[Entry] = [item]
+        entries: Entries = [item]
         if self.by_row:
             entries = self.prepare(lambda _, function, *args: function(*args), entries)
         (entry,), groups = self.stage(module)(entries)
@@ -256,7 +256,7 @@ class HookedPipeline:
         return self.hooks.postprocess.with_parameters({})(column.tolist()[0]), True
 
 
-def _gather_rows(items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]:
+def _gather_rows(items: Items) -> Gathered:
     columns = [item[ROWS] for item in items]
     return [batches.concatenate(columns)], list(map(len, columns))
 
@@ -264,7 +264,7 @@ def _gather_rows(items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]
 def _with_parameters(gather: Gather) -> Gather:
     """Return what gathers items, with the parameters of each row in a column behind the others."""
 
-    def gather_items(items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]:
+    def gather_items(items: Items) -> Gathered:
         columns, sizes = gather(items)
         rows = [
             values.parameters(item)
@@ -281,7 +281,7 @@ def _copied(row: Tree) -> Tree:
     return copy.copy(row) if isinstance(row, MutableMapping | list) else row
 
 
-def _of_rows(columns: Sequence[Value]) -> RowParameters:
+def _of_rows(columns: Columns) -> RowParameters:
     """Return the parameters of each row out of their column, if there is one."""
     return columns[0].tolist() if columns else ()
 

@@ -20,10 +20,10 @@ from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, BindingError, InputError
 from torch_py_backend.pipeline import arguments, batches, ragged
 from torch_py_backend.pipeline.padding import Pad, Padding
-from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
+from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
-from torch_py_backend.values import Call, Item, Tree, Value, clone
+from torch_py_backend.values import Call, Item, Items, Tree, Value, clone
 
 # For how many sets of names bindings are kept: n optional inputs have 2^n sets.
 MAX_SETS = 64
@@ -117,7 +117,7 @@ class Inputs:
 
     # --- checks --------------------------------------------------------------------------------
 
-    def alike(self, entries: Sequence[Entry]) -> TypeGuard[Sequence[Item]]:
+    def alike(self, entries: Entries) -> TypeGuard[Items]:
         """Return whether all entries are valid items that can share a call, found in few calls.
 
         If not, `admit` finds which are refused, and `_key` which can share a call.
@@ -135,13 +135,13 @@ class Inputs:
             return False
         return bool(self._compared) and (self._compare is None or self._compare(items))
 
-    def _may_share(self, items: Sequence[Item]) -> bool:
+    def _may_share(self, items: Items) -> bool:
         """Return whether items are on one device, with masks as long as their inputs."""
         if self._padding is not None and any(map(self._padding.mismatch, items)):
             return False
         return not self._any_device or self._on_one_device(items)
 
-    def _on_one_device(self, items: Sequence[Item]) -> bool:
+    def _on_one_device(self, items: Items) -> bool:
         return all(len({_device(item[name]) for item in items}) == 1 for name in self._sent)
 
     def admit(self, item: Item) -> Item | InputError:
@@ -203,7 +203,7 @@ class Inputs:
 
         gather, call = call_of(frozenset())
 
-        def group(entries: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Group]]:
+        def group(entries: Entries) -> tuple[Entries, Sequence[Group]]:
             if self.alike(entries):
                 return entries, (Group(gather, call, entries, range(len(entries))),)
             admitted = [
@@ -217,7 +217,7 @@ class Inputs:
 
         return group
 
-    def _members(self, entries: Sequence[Entry]) -> list[list[tuple[int, Item]]]:
+    def _members(self, entries: Entries) -> list[list[tuple[int, Item]]]:
         """Return the items that can share calls, each with its position."""
         groups: dict[Hashable, list[tuple[int, Item]]] = {}
         for place, entry in enumerate(entries):
@@ -260,7 +260,7 @@ class Inputs:
         sent = [name for name in binding.names if name in self._specs]
         first = itemgetter(sent[0]) if self._batched and sent else None
 
-        def gather_items(items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]:
+        def gather_items(items: Items) -> Gathered:
             columns = [gather(list(map(get, items))) for get, gather in sources]
             # Without a batch dimension there is one item, which counts as one row.
             return columns, (1,) if first is None else list(map(len, map(first, items)))

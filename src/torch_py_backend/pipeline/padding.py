@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.errors import ConfigError, InputError, join_names
 from torch_py_backend.pipeline.batches import concatenate
-from torch_py_backend.values import Item, Value, to_column
+from torch_py_backend.values import Item, Items, Value, to_column
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class Padding:
             parts.setdefault(tuple(itertools.chain(*lengths)), []).append((place, item))
         return list(parts.values())
 
-    def cut(self, outcomes: Sequence[dict[str, Value]], items: Sequence[Item]) -> None:
+    def cut(self, outcomes: Sequence[dict[str, Value]], items: Items) -> None:
         """Cut outputs to the lengths of the items of a batch."""
         for cut in self._cuts:
             if cut.input not in items[0]:

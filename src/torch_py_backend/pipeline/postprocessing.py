@@ -16,7 +16,7 @@ from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
 from torch_py_backend.loading.hooks import Hook
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.outputs import OutputExtractor
-from torch_py_backend.pipeline.run import Entry, Result, Scatter
+from torch_py_backend.pipeline.run import Entries, Result, Results, Scatter
 from torch_py_backend.values import Call, Item, Tree, Value
 
 # The only column of prepared items, and of results before postprocess(): one value a row.
@@ -39,7 +39,7 @@ class Postprocessing:
         self._extractor = OutputExtractor(row_config, f"{hook.name}()")
         self._writer = writer if self._batched else None
 
-    def finish(self, results: Sequence[Result], entries: Sequence[Entry]) -> Sequence[Result]:
+    def finish(self, results: Results, entries: Entries) -> Results:
         """Return the outputs of each request.
 
         Args:
@@ -76,7 +76,7 @@ class Postprocessing:
         extract = self._extractor.extract
         return [extract(self._converted(postprocess(row)), 1) for row in result[ROWS].tolist()]
 
-    def _stack(self, requests: Sequence[list[list[Value]]]) -> Sequence[Result]:
+    def _stack(self, requests: Sequence[list[list[Value]]]) -> Results:
         """Return the outputs of requests from those of their rows.
 
         Raises:

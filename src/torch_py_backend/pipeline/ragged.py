@@ -17,7 +17,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import OutputError, counted
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.batches import ItemRows
-from torch_py_backend.values import Item, Value, to_column
+from torch_py_backend.values import Items, Value, to_column
 
 # The shapes of one input in the requests of a batch, including rows.
 _Shapes: TypeAlias = "Sequence[Sequence[int]]"
@@ -43,7 +43,7 @@ class Ragged:
         ]
 
     def split(
-        self, items: Sequence[Item], outputs: Sequence[Value | ItemRows]
+        self, items: Items, outputs: Sequence[Value | ItemRows]
     ) -> Sequence[Value | ItemRows]:
         """Split each batch output by the shapes of its source.
 

@@ -17,17 +17,20 @@ from typing import NamedTuple, TypeAlias
 from torch_py_backend import composition
 from torch_py_backend.errors import BackendError
 from torch_py_backend.pipeline.failures import Failure, Failures
-from torch_py_backend.values import Call, Item, Tree, Value
+from torch_py_backend.values import Call, Columns, Item, Items, Tree, Value
 
 # One request's tensors by name, or why it is refused.
 Entry: TypeAlias = "Item | BackendError"
 # What `scatter` and `after` make of a request: its result, by default its outputs by name, or its
 # error.
 Result: TypeAlias = Tree
-Run: TypeAlias = "Callable[[Sequence[Entry]], Sequence[Result]]"
+Entries: TypeAlias = "Sequence[Entry]"
+Results: TypeAlias = "Sequence[Result]"
+Run: TypeAlias = "Callable[[Entries], Results]"
+Gathered: TypeAlias = "tuple[Columns, Sequence[int]]"
 # Returns the items' columns, [rows, ...], in the order in which the model takes them, and the rows
 # of each item.
-Gather: TypeAlias = "Callable[[Sequence[Item]], tuple[Sequence[Value], Sequence[int]]]"
+Gather: TypeAlias = "Callable[[Items], Gathered]"
 
 
 # The code of a request without an error.
@@ -86,20 +89,24 @@ class Group(NamedTuple):
 
     gather: Gather
     call: Call
-    items: Sequence[Item]
+    items: Items
     places: Sequence[int]
 
 
 # Returns the outputs of the model's result for a number of rows, checked.
-Extract: TypeAlias = "Callable[[Tree, int], Sequence[Value]]"
+Extract: TypeAlias = "Callable[[Tree, int], Columns]"
 # Calls the model with columns of a number of rows, and returns the outputs.
-Fill: TypeAlias = "Callable[[Call, Sequence[Value], int], Sequence[Value]]"
+Fill: TypeAlias = "Callable[[Call, Columns, int], Columns]"
 # Returns a result for each item from the outputs, the rows of each, and the items.
-Scatter: TypeAlias = "Callable[[Sequence[Value], Sequence[int], Sequence[Item]], Sequence[Result]]"
+Scatter: TypeAlias = "Callable[[Columns, Sequence[int], Items], Results]"
 
 
+# Prepares the entries of a run: hooks, states.
+Before: TypeAlias = "Callable[[Entries], Entries]"
+# Completes the results of a run.
+After: TypeAlias = "Callable[[Results, Entries], Results]"
 # Refuses entries, and puts those that can share a call together.
-GroupStage: TypeAlias = "Callable[[Sequence[Entry]], tuple[Sequence[Entry], Sequence[Group]]]"
+GroupStage: TypeAlias = "Callable[[Entries], tuple[Entries, Sequence[Group]]]"
 
 
 class Stages(NamedTuple):
@@ -117,19 +124,19 @@ class Stages(NamedTuple):
         after: each takes and returns the results of a run, and takes its entries.
     """
 
-    before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...]
+    before: tuple[Before, ...]
     group: GroupStage
-    send: Callable[[Sequence[Value]], Sequence[Value]] | None
+    send: Callable[[Columns], Columns] | None
     extract: Extract
     fill: Fill | None
     copy: Callable[[Value], Value]
-    fetch: Callable[[Sequence[Value]], Sequence[Value]] | None
+    fetch: Callable[[Columns], Columns] | None
     scatter: Scatter
-    after: tuple[Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]], ...]
+    after: tuple[After, ...]
 
 
 # Runs one group; with `copies`, the model may be called again before the results are sent.
-Attempt: TypeAlias = "Callable[[Group, bool], Sequence[Result]]"
+Attempt: TypeAlias = "Callable[[Group, bool], Results]"
 
 
 def attempt(stages: Stages, counts: Counts) -> Attempt:
@@ -139,7 +146,7 @@ def attempt(stages: Stages, counts: Counts) -> Attempt:
     fetch, scatter = stages.fetch, stages.scatter
     clock = time.perf_counter
 
-    def run_group(group: Group, copies: bool) -> Sequence[Result]:  # noqa: FBT001  hot
+    def run_group(group: Group, copies: bool) -> Results:  # noqa: FBT001  hot
         began = clock()
         columns, sizes = group.gather(group.items)
         rows = sum(sizes)
@@ -184,8 +191,8 @@ def build(
     """
     before, group_entries, after = stages.before, stages.group, stages.after
 
-    def retried(group: Group, failure: Failure) -> Sequence[Result]:
-        def run_some(items: Sequence[Item]) -> Sequence[Result]:
+    def retried(group: Group, failure: Failure) -> Results:
+        def run_some(items: Items) -> Results:
             rows = counts.rows
             try:
                 return run_group(group._replace(items=items), True)  # noqa: FBT003
@@ -194,14 +201,14 @@ def build(
 
         return failures.halve(group.items, run_some, failure)
 
-    def run(entries: Sequence[Entry]) -> Sequence[Result]:
+    def run(entries: Entries) -> Results:
         if not is_entered():
             with enter():
                 return run(entries)
         for prepare in before:
             entries = prepare(entries)
         entries, groups = group_entries(entries)
-        results: Sequence[Result] = entries
+        results: Results = entries
         for number, group in enumerate(groups, 1):
             failure = None
             failures.calls_before = composition.calls
@@ -224,9 +231,7 @@ def build(
     return run
 
 
-def _placed(
-    results: Sequence[Result], places: Sequence[int], outcomes: Sequence[Result]
-) -> Sequence[Result]:
+def _placed(results: Results, places: Sequence[int], outcomes: Results) -> Results:
     """Return results with those of a group in their places."""
     changed = list(results)
     for place, outcome in zip(places, outcomes, strict=True):

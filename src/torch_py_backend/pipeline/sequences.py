@@ -19,7 +19,7 @@ from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.errors import BackendError, InputError, InternalError
 from torch_py_backend.loading import initial_states
-from torch_py_backend.pipeline.run import Entry, Result
+from torch_py_backend.pipeline.run import Entries, Entry, Result, Results
 from torch_py_backend.values import Item, RequestItem, Step, Strings, Value, clone
 
 # A state is kept for these seconds longer than Triton's idle time, unless new sequences need the
@@ -76,7 +76,7 @@ class Sequences:
         """Return the number of live sequences."""
         return len(self._live)
 
-    def attach(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+    def attach(self, entries: Entries) -> Entries:
         """Return the items with the states of their sequences; end those of last steps."""
         now = self._clock()
         attached = [
@@ -121,7 +121,7 @@ class Sequences:
         """Begin and end the sequence of a step that cannot be run."""
         self._begin(step)
 
-    def keep(self, results: Sequence[Result], entries: Sequence[Entry]) -> Sequence[Result]:
+    def keep(self, results: Results, entries: Entries) -> Results:
         """Keep the new states of steps that succeeded; return the results for clients."""
         now = self._clock()
         return [
@@ -168,7 +168,7 @@ class Slots:
         self._idle = {entry.name: entry.idle for entry in controls if entry.idle is not None}
         self._admit = admit
 
-    def attach(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+    def attach(self, entries: Entries) -> Entries:
         """Return the items, with fillers in the places of refused ones."""
         items = [entry for entry in entries if not isinstance(entry, BackendError)]
         # Triton sends batches of equal shapes.
@@ -194,7 +194,7 @@ class Slots:
         blank(filler, self._sent)
         return RequestItem(filler | controls, step=step._replace(error=admitted))
 
-    def keep(self, results: Sequence[Result], entries: Sequence[Entry]) -> Sequence[Result]:
+    def keep(self, results: Results, entries: Entries) -> Results:
         """Return the results, with the errors of refused items."""
         return [
             result if isinstance(entry, BackendError) else values.step(entry).error or result

@@ -11,8 +11,8 @@ from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
-from torch_py_backend.pipeline.run import Counts, Extract, Fill, Result
-from torch_py_backend.values import Call, Item, RequestItem, Rows, Value
+from torch_py_backend.pipeline.run import Counts, Extract, Fill, Result, Results
+from torch_py_backend.values import Call, Columns, Item, Items, RequestItem, Rows, Value
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def filled(
     Rows that fill a call are counted here, the others by the pipeline.
     """
 
-    def fill(call: Call, columns: Sequence[Value], rows: int) -> Sequence[Value]:
+    def fill(call: Call, columns: Columns, rows: int) -> Columns:
         if limits.accept(rows):
             return extract(call(*columns), rows)
         pieces: list[list[Value]] = []
@@ -66,8 +66,8 @@ class ScatterByName:
         self,
         outputs: Sequence[Any],
         sizes: Sequence[int],
-        items: Sequence[Item],
-    ) -> Sequence[Result]:
+        items: Items,
+    ) -> Results:
         """Return the results of items; `sizes` are the rows of each."""
         if self.ragged is not None:
             outputs = self.ragged.split(items, outputs)
