@@ -200,6 +200,13 @@ def test_memory_that_cannot_be_exported(join: Join) -> None:
         join(module)
 
 
+def test_the_owner_of_a_later_load_ends(join: Join) -> None:
+    """The owner of an earlier load has removed the socket of the same name."""
+    owner = join(nn.Linear(4, 3))
+    owner._socket.unlink()
+    owner.close()
+
+
 @pytest.mark.parametrize("supervised", [False, True])
 def test_a_warning_without_serve(
     supervised: bool, join: Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

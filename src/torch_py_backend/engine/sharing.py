@@ -172,7 +172,8 @@ class SharedWeights:
     def close(self) -> None:
         """Withdraw the offer. May be called twice."""
         if self._listener is not None:
-            self._listener.close()
+            with contextlib.suppress(FileNotFoundError):  # the owner of an earlier load removed it
+                self._listener.close()
 
     # --- exchange ---
 
