@@ -111,15 +111,6 @@ def test_the_locale_is_utf8(tmp_path: Path) -> None:
     assert locale.nl_langinfo(locale.CODESET) == "UTF-8"
 
 
-def test_a_path_that_python_cannot_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths are ASCII in the stubs of Triton 24.10, whatever the locale; the error says so."""
-    folder = tmp_path / "größe"
-    folder.mkdir()
-    monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode("ascii"))
-    with pytest.raises(fake_triton.TritonModelException, match=r"gr\\xf6\\xdfe.*Rename"):
-        instances.load(folder, instances.named("function"))
-
-
 def test_logs_without_a_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,18 +102,6 @@ class Counts(nn.Module):
         return x + self.calls
 
 
-class Remembers(nn.Module):
-    """Appends to a list of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.history.append(x.sum())
-        return x + sum(self.history)
-
-
 class Memory:
     """What an attribute of Attentive refers to."""
 
@@ -283,7 +271,6 @@ def test_buffers_are_put_back(module: nn.Module, write: Writer, tmp_path: Path) 
     ("fresh", "write", "config", "name"),
     [
         pytest.param(Counts, _python(Counts()), "", "calls", id="number"),
-        pytest.param(Remembers, _python(Remembers()), "", "history", id="list"),
         pytest.param(Attentive, _python(Attentive(), Memory), "", "memory", id="object"),
         pytest.param(Large, _python(Large()), "", "large", id="large buffer"),
         pytest.param(Creates, _python(Creates()), "", "created", id="new buffer"),

@@ -283,28 +283,6 @@ def test_steps_that_are_not_run_again(calls: bool) -> None:
     assert failing.sizes == [4]
 
 
-class Silent:
-    """Makes a response in every second step and none in the last; may make none at all."""
-
-    def begin(self, x: Tensor) -> int | None:
-        return int(x) or None
-
-    def step(self, states: list[int]) -> list[tuple[int | None, Tensor | None]]:
-        return [
-            (left - 1 or None, torch.full((1, 1), float(left)) if left % 2 == 0 else None)
-            for left in states
-        ]
-
-
-@pytest.mark.parametrize(("start", "values"), [(5.0, [4.0, 2.0]), (1.0, []), (0.0, [])])
-def test_steps_without_a_response(start: float, values: list[float]) -> None:
-    """Outputs of None make no response; a state of None ends the stream."""
-    recorder = Recorder()
-    _run(Silent(), (item(start), recorder))
-    assert recorder.values == [[[value]] for value in values]
-    assert recorder.error is None
-
-
 class Held:
     """A state that a weak reference can point to."""
 

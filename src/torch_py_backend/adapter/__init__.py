@@ -209,7 +209,10 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
         if self._weights is not None and (changed := self._weights.changed()):
-            self._refuse_all(f"{changed} was written in place while its pages were in use")
+            # Requests get 503 from now on, until the model is loaded again.
+            reason = f"{changed} was written in place while its pages were in use"
+            self._engine.failures.poison(reason)
+            self._on_fatal(reason)
         if self._streaming is not None:  # its thread reports when it is busy
             self._streaming.start(requests)
             return None
@@ -223,11 +226,6 @@ class TritonPythonModel:
 
     def _is_ready(self) -> bool:
         return self._engine.failures.fatal is None
-
-    def _refuse_all(self, reason: str) -> None:
-        """Answer requests with 503 from now on, until the model is loaded again."""
-        self._engine.failures.poison(reason)
-        self._on_fatal(reason)
 
     def _on_fatal(self, reason: str) -> None:
         """Report once, with the cause in a few words, that no requests are answered any more."""
