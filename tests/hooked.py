@@ -305,13 +305,6 @@ BAD = (
         COUNTS_CONFIG,
         "postprocess() in hooks.py fails at TypeError: missing a required argument: 'labels'",
     ),
-    _refused(
-        "without_example",
-        PADS,
-        'backend: "pytorch_py"\n',
-        "hooks.py does not define the shapes that preprocess(x: torch.Tensor) takes",
-        "example_inputs",
-    ),
 )
 
 TABLE = GOOD + BAD

@@ -42,16 +42,6 @@ def test_models(tmp_path: Path, name: str) -> None:
     assert repository.models(root) == [root / name for name in expected]
 
 
-def test_models_behind_links(tmp_path: Path) -> None:
-    """A linked model folder is a model; broken links and loops are ignored."""
-    _lay_out(tmp_path / "elsewhere" / "real", "1/")
-    root = _lay_out(tmp_path / "repository")
-    (root / "linked").symlink_to(tmp_path / "elsewhere" / "real")
-    (root / "broken").symlink_to(tmp_path / "nowhere")
-    (root / "loop").symlink_to(root / "loop")
-    assert repository.models(root) == [root / "linked"]
-
-
 def test_versions(tmp_path: Path) -> None:
     """Versions are folders named by numbers above 0, in numeric order; the last is served."""
     folder = _lay_out(

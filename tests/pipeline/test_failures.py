@@ -303,26 +303,6 @@ def test_only_what_never_fits_is_refused() -> None:
     assert model.calls == [3], "one request slows down those that come after it"
 
 
-def test_no_batch_dimension() -> None:
-    """A request that cannot be divided is refused with 503."""
-    model = Model(above(3))
-    outcomes = engine(model, max_batch_size=0).run(items([1.0, 2.0], rows=4))
-    assert [type(outcome) for outcome in outcomes] == [OutOfMemoryError] * 2
-    assert model.calls == [4, 4]
-
-
-def test_a_first_failure_that_hides_a_shortage() -> None:
-    """If halves fail for another reason than the whole batch, their own reason counts."""
-
-    def judge(x: Tensor) -> None:
-        if x.shape[0] > 4:
-            raise ValueError("first")
-        above(1)(x)
-
-    sent = [*items([1.0], rows=2), *items([2.0] * 6)]
-    assert check(sent, engine(Model(judge)).run(sent), OutOfMemoryError) == [0]
-
-
 @pytest.fixture
 def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The number of calls that freed the cache."""

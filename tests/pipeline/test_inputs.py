@@ -121,22 +121,6 @@ def test_any_set_of_optional_inputs_is_bound() -> None:
 # --- groups ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shapes", "groups"),
-    [
-        ([(1, 2), (1, 3), (1, 2), (3, 4), (1, 3)], [[0, 2], [1, 4], [3]]),
-        ([(0, 2), (1, 2)], [[0, 1]]),
-    ],
-    ids=str,
-)
-def test_items_of_one_shape_form_a_group(
-    shapes: list[tuple[int, ...]], groups: list[list[int]]
-) -> None:
-    """Items are batched with those of their shape, in order."""
-    items: list[Item] = [{"x": torch.ones(shape)} for shape in shapes]
-    assert positions(inputs_of(identity, build.spec("x", dims=(-1,))), *items) == groups
-
-
 def test_any_input_separates_items() -> None:
     """Items that differ in an input, or in its shape or device, do not share a call."""
     inputs = inputs_of(two, X, optional(Y))
