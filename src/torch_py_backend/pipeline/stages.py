@@ -12,7 +12,7 @@ from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Counts, Extract, Fill, Result, Results
-from torch_py_backend.values import Call, Columns, Item, Items, RequestItem, Rows, Value
+from torch_py_backend.values import Call, Columns, Item, Items, Rows, Value, trace_context
 
 T = TypeVar("T")
 
@@ -83,10 +83,8 @@ class ScatterByName:
 def guarded(failures: Failures, item: Item, function: Call, *args: object) -> Result:
     """Return the result of a function in the trace context of a request, or the request's error."""
     try:
-        if isinstance(item, RequestItem) and item.context is not None:
-            with item.context():
-                return function(*args)
-        return function(*args)
+        with trace_context((item,)):
+            return function(*args)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
