@@ -212,12 +212,6 @@ NAMES = (
         (Call({"x": _A}, {"y": 2 * _A, "z": _A[:, ::-1]}),),
     ),
     Scenario(
-        "array_of_numpy",
-        text("def f(x):\n    return x.sum().cpu().numpy()\n"),
-        config({"x": [4]}, {"y": [1]}, max_batch_size=0),
-        (Call({"x": _A[0]}, {"y": _A[0].sum(keepdims=True)}),),
-    ),
-    Scenario(
         "script_by_name",
         script(models.AddSub()),
         config({"INPUT1": [4], "INPUT0": [4]}, {"OUTPUT__1": [4], "OUTPUT__0": [4]}),
@@ -272,13 +266,6 @@ NAMES = (
             "output 'OUTPUT__0' is [8, 4], and config.pbtxt says [-1, 2, 2]",
             "it is served as it is.",
         ),
-    ),
-    Scenario(
-        "script_of_other_dims_without_a_batch",
-        script(models.Negate()),
-        config({"x": [-1, 4]}, {"y": [-1, 5]}, max_batch_size=0),
-        (_NEGATED,),
-        logs=("output 'y' is [8, 4], and config.pbtxt says [-1, 5]",),
     ),
 )
 
@@ -818,25 +805,6 @@ POISON = (
         tuple(call for poison in _POISONS for call in (poison, _JUDGED_GOOD)),
         logs=("Traceback (most recent call last)", "model.py", "bad value in", "requests poison-"),
         batches=tuple(_poisoned(count) for count in (1, 2, 16)),
-    ),
-    Scenario(
-        "poison_in_buckets",
-        python(models.Raises),
-        config(
-            {"x": [4]},
-            {"y": [4]},
-            max_batch_size=_BATCH,
-            more=TOGETHER,
-            parameters={"BATCH_BUCKETS": "1,4,16,32"},
-        ),
-        batches=(
-            tuple(
-                Call({"x": _row(-1)}, Refused(500, ("ValueError: negative value, see readme.txt",)))
-                if place in (3, 17)
-                else Call({"x": _row(place)}, {"y": _row(place)})
-                for place in range(_BATCH)
-            ),
-        ),
     ),
     Scenario(
         "poison_of_slashes",
