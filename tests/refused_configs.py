@@ -21,7 +21,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "no_size": (_input("dims: [ 0 ]"), "input 'x' has dims [0]"),
     "negative_size": (_input("dims: [ 4, -2 ]"), "input 'x' has dims [4, -2]"),
     "negative_batch": (_input("dims: [ 4 ]", rows=-1), "max_batch_size is -1"),
-    "renamed": (f'name: "other"\n{VALID}', "config.pbtxt names the model 'other'"),
     "versions": (
         f"{VALID}version_policy {{ specific {{ versions: [ 7 ] }} }}",
         "the model folder has none of the versions that version_policy names",

@@ -87,9 +87,7 @@ def test_init_makes_a_model_folder(
     inputs = [(entry["name"], entry["data_type"], entry["dims"]) for entry in document["input"]]
     assert inputs == [("x", "TYPE_FP32", [4])]
     assert [entry["dims"] for entry in document["output"]] == [[3]]
-    # An option of GPUs is a comment in the config of a model on the CPU.
     assert document.get("parameters", {}) == {}
-    assert "FORCE_CPU_ONLY_INPUT_TENSORS" in (folder / "config.pbtxt").read_text()
     (report,) = json.loads(run("check", "--json", str(folder)).stdout)["models"]
     assert (report["model"], report.get("error"), report["notes"]) == (name, None, [])
 
@@ -165,7 +163,7 @@ def forward(x):
     [
         pytest.param(
             _TAKES,
-            ["x:fp32:-1", "texts:BYTES:1", "scale:TYPE_FP32:"],
+            ["x:FP32:-1", "texts:BYTES:1", "scale:FP32:"],
             8,
             {"doubled": [-1], "first": [1]},
             id="batched",

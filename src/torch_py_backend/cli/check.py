@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt, repository
-from torch_py_backend.errors import BackendError, ConfigError, ToolError, named
+from torch_py_backend.errors import BackendError, ToolError, named
 from torch_py_backend.model_folders import trial
 from torch_py_backend.server import preflight
 
@@ -63,11 +63,6 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
         other = preflight.other_backend(folder, document)
         if other:
             return {"model": folder.name, "skipped": other}
-        if document["name"] != folder.name:
-            raise ConfigError(
-                f"config.pbtxt names the model '{document['name']}'",
-                expected="the folder's name; Triton refuses another",
-            )
         if document["model_warmup"]:
             notes.append("remove model_warmup: tritonserver 24.10 may end if a sample of it fails.")
         if completion.is_incomplete(document):

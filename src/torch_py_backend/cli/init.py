@@ -17,7 +17,7 @@ from torch_py_backend.errors import ToolError, about
 from torch_py_backend.model_folders import archive, artifact_files, creation
 
 # NAME:TYPE:DIMS; DIMS are numbers separated by x.
-_INPUT = re.compile(r"(?P<name>.+):(?:TYPE_)?(?P<type>\w+):(?P<dims>(?:-1|\d+)(?:x(?:-1|\d+))*)?")
+_INPUT = re.compile(r"(?P<name>.+):(?P<type>\w+):(?P<dims>(?:-1|\d+)(?:x(?:-1|\d+))*)?")
 
 
 def init(
@@ -84,14 +84,12 @@ def init(
 def _parse_input(text: str) -> dict[str, Any]:
     """Return the entry of config.pbtxt for NAME:TYPE:DIMS."""
     match = _INPUT.fullmatch(text)
-    data_type = match["type"].upper() if match else ""
-    by_name = {dtype.config.removeprefix("TYPE_"): dtype for dtype in dtypes.TABLE}
-    by_name |= {dtype.triton: dtype for dtype in dtypes.TABLE}
-    if match is None or data_type not in by_name:
+    types = {dtype.triton: dtype for dtype in dtypes.TABLE}
+    if match is None or match["type"] not in types:
         raise ToolError(
             f"--input is '{text}'; expected NAME:TYPE:DIMS such as x:FP32:3x224x224, with one of"
-            f" the types {', '.join(dtype.triton for dtype in dtypes.TABLE)}."
+            f" the types {', '.join(types)}."
         )
     dims = [int(size) for size in match["dims"].split("x")] if match["dims"] else []
-    dtype = by_name[data_type]
-    return {"name": match["name"], "data_type": dtype.config, **pbtxt.dims_entry(dims)}
+    data_type = types[match["type"]].config
+    return {"name": match["name"], "data_type": data_type, **pbtxt.dims_entry(dims)}

@@ -16,11 +16,6 @@ from torch_py_backend.loading import discovery, source_dependencies
 from torch_py_backend.loading.discovery import ArtifactType
 
 EXAMPLE = "example_inputs.safetensors"
-_SERVED_NAMES = {
-    ArtifactType.TORCHSCRIPT: "model.pt",
-    ArtifactType.EXPORTED: "model.pt2",
-    ArtifactType.AOTI: "model.pt2",
-}
 _WEIGHTS = (discovery.STATE_DICT, discovery.SAFETENSORS)
 
 
@@ -69,7 +64,8 @@ def find(path: Path, example: Path | None) -> ArtifactFiles:
     if source.is_file() and not discovery.defines_module(source):
         files = source_dependencies.find(source, path)
         extra = {name: file for name, file in files.items() if file != path} | extra
-    return ArtifactFiles({_SERVED_NAMES[content]: path} | extra)
+    name = "model.pt" if content is ArtifactType.TORCHSCRIPT else "model.pt2"
+    return ArtifactFiles({name: path} | extra)
 
 
 def _pretrained(folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
@@ -101,25 +97,18 @@ def pretrained_kwargs(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def pretrained_inputs(config: Mapping[str, Any], arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the inputs of a transformers model: tokens or an image; empty for other models.
+    """Return the inputs of a transformers model that takes tokens; empty for other models.
 
     They follow from the contents of config.json and the arguments of `forward()`.
     """
-    if "input_ids" in arguments:
-        optional = ["attention_mask"]
-        if config.get("type_vocab_size", 0) > 1:
-            optional.append("token_type_ids")
-        required = ["input_ids"]
-        if config.get("is_encoder_decoder"):
-            required.append("decoder_input_ids")
-        return [
-            {"name": name, "data_type": "TYPE_INT64", "dims": [-1]}
-            | ({"optional": True} if name in optional else {})
-            for name in (*required, *optional)
-            if name in arguments
-        ]
-    size = config.get("image_size")
-    if "pixel_values" in arguments and isinstance(size, int):
-        dims = [config.get("num_channels", 3), size, size]
-        return [{"name": "pixel_values", "data_type": "TYPE_FP32", "dims": dims}]
-    return []
+    required, optional = ["input_ids"], ["attention_mask"]
+    if config.get("is_encoder_decoder"):
+        required.append("decoder_input_ids")
+    if config.get("type_vocab_size", 0) > 1:
+        optional.append("token_type_ids")
+    return [
+        {"name": name, "data_type": "TYPE_INT64", "dims": [-1]}
+        | ({"optional": True} if name in optional else {})
+        for name in (*required, *optional)
+        if "input_ids" in arguments and name in arguments
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch_py_backend.config import pbtxt
@@ -28,29 +28,29 @@ def write(folder: Path, report: Document) -> None:
             "# Requests that wait at the same time become one call.",
             f"dynamic_batching {{ {limit}}}",
         ]
-    sends = "What a client sends; dims without the batch dimension, -1 is any size."
-    lines += [*_tensors("input", document["input"], sends)]
-    lines += [*_tensors("output", document["output"], "What a client receives.")]
-    lines += ["", *_settings(document), ""]
-    (folder / "config.pbtxt").write_text("\n".join(lines), encoding="utf-8")
-
-
-def _settings(document: Document) -> Iterator[str]:
-    yield "# Copies of the model, each in a process of its own. KIND_GPU: one on every GPU."
+    lines += [
+        "",
+        "# What a client sends; dims without the batch dimension, -1 is any size.",
+        *_tensors("input", document["input"]),
+        "",
+        "# What a client receives.",
+        *_tensors("output", document["output"]),
+    ]
     (group,) = document["instance_group"]
-    yield f"instance_group [{{ kind: {group['kind']} count: {group['count']} }}]"
-    yield "# With KIND_GPU, inputs that are on the GPU already stay there:"
-    yield f"{'' if group['kind'] == 'KIND_GPU' else '# '}{_INPUTS_ON_GPU}"
-    for key, entry in document["parameters"].items():
-        yield pbtxt.parameter(key, entry["string_value"])
+    lines += [
+        "",
+        "# Copies of the model, each in a process of its own. KIND_GPU: one on every GPU.",
+        f"instance_group [{{ kind: {group['kind']} count: {group['count']} }}]",
+    ]
+    if group["kind"] == "KIND_GPU":
+        lines += ["# Inputs that are on the GPU already stay there.", _INPUTS_ON_GPU]
+    options = document["parameters"].items()
+    lines += [pbtxt.parameter(key, entry["string_value"]) for key, entry in options]
+    (folder / "config.pbtxt").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
-def _tensors(role: str, entries: Sequence[Document], comment: str) -> Iterator[str]:
-    yield ""
-    yield f"# {comment}"
-    yield f"{role} ["
-    yield ",\n".join(f"  {_tensor(entry)}" for entry in entries)
-    yield "]"
+def _tensors(role: str, entries: Sequence[Document]) -> list[str]:
+    return [f"{role} [", ",\n".join(f"  {_tensor(entry)}" for entry in entries), "]"]
 
 
 def _tensor(entry: Document) -> str:

@@ -9,7 +9,6 @@ torch is imported in the child processes only, in which the models run.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -81,11 +80,6 @@ class Row(NamedTuple):
     ready_s: float = 0.0
     error: float = 0.0
     failure: str = ""
-
-    @property
-    def gain(self) -> float:
-        """The geometric mean of both gains."""
-        return math.sqrt(self.latency_gain * self.throughput_gain)
 
 
 def candidates(
@@ -169,12 +163,10 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> dict
 
 def best(rows: Sequence[Row], max_error: float) -> Row | None:
     """Return the exact row with the best mean gain, without a loss; None: none is better."""
-    better = [
-        row
-        for row in rows
-        if not row.failure
-        and row.error <= max_error
-        and min(row.latency_gain, row.throughput_gain) >= _LOSS
-        and row.gain >= _LEAST_GAIN
-    ]
-    return max(better, key=lambda row: row.gain, default=None)
+    chosen, best_gain = None, _LEAST_GAIN**2
+    for row in rows:
+        gain = row.latency_gain * row.throughput_gain
+        lossless = min(row.latency_gain, row.throughput_gain) >= _LOSS
+        if not row.failure and row.error <= max_error and lossless and gain >= best_gain:
+            chosen, best_gain = row, gain
+    return chosen

@@ -15,9 +15,8 @@ from torch.utils._pytree import TreeSpec
 
 from torch_py_backend.autocomplete import schema
 from torch_py_backend.config.model_config import TensorSpec
-from torch_py_backend.config.pbtxt import Document, JsonObject
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError, a_type, join_names, summarize
-from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import path_text
 from torch_py_backend.signature.results import bind_outputs, leaf_names
@@ -92,7 +91,7 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
     """Return the example of a module with hooks, whose inputs are those of a request."""
     if not isinstance(example_inputs, Mapping) or not example_inputs:
         raise SaveError(
-            f"example_inputs is {describe_type(example_inputs)}, and the model has hooks",
+            f"example_inputs is {a_type(example_inputs)}, and the model has hooks",
             expected="a dict of the inputs of a request by name",
         )
     item: Item = {}
@@ -106,13 +105,6 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
             raise _unsupported(name, value, "a tensor, or a list of str or bytes")
     size = _batch_size(item, max_batch_size)
     return Example(item, _entries(item, {}, size), size)
-
-
-def with_known_inputs(example: Example, pretrained: Document) -> Example:
-    """Return the example with the types and sizes in config.json of a transformers model."""
-    entries = artifact_files.pretrained_inputs(pretrained, list(example.item))
-    known = [entry["name"] for entry in entries] == list(example.item)
-    return replace(example, entries=entries) if known else example
 
 
 def _batch_size(item: Mapping[str, Value], max_batch_size: int | None) -> int:
@@ -133,11 +125,6 @@ def _entries(
         dims = tuple(-1 if dim in varying else size for dim, size in enumerate(spec.dims))
         whole.append(replace(spec, dims=dims))
     return schema.entries(whole, batched=max_batch_size > 0)
-
-
-def describe_type(value: object) -> str:
-    """Return the type of a value as a noun phrase."""
-    return "missing" if value is None else a_type(value)
 
 
 def _unsupported(name: str, value: object, expected: str) -> SaveError:
@@ -161,7 +148,7 @@ def _by_name(module: nn.Module, example: object) -> dict[str, Any]:
         return {str(name): value for name, value in example.items()}
     if not isinstance(example, Tensor | tuple):
         raise SaveError(
-            f"example_inputs is {describe_type(example)}",
+            f"example_inputs is {a_type(example)}",
             expected=f"valid arguments of {_declaration(module)}: {_KINDS}",
         )
     args = example if isinstance(example, tuple) else (example,)

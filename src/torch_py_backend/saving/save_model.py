@@ -114,8 +114,6 @@ def save_model(
                 )
             kwargs = dict(model_kwargs or {})
             if pretrained:
-                known: Any = module
-                example = examples.with_known_inputs(example, known.config.to_dict())
                 arguments = introspection.from_function(module.forward).named
                 kwargs = artifact_files.pretrained_kwargs(arguments) | kwargs
             own = hooks or (Path(__file__).with_name(template) if template else None)
@@ -205,10 +203,7 @@ def _template(module: object, processor: object, hooks: type | None, *, pretrain
 def _check(module: object, kind: object) -> None:
     """Raise SaveError for a module or a format that cannot be saved."""
     if not isinstance(module, nn.Module):
-        raise SaveError(
-            f"module is {examples.describe_type(module)}",
-            expected="a torch.nn.Module",
-        )
+        raise SaveError(f"module is {a_type(module)}", expected="a torch.nn.Module")
     if isinstance(module, torch.jit.ScriptModule):
         raise SaveError(
             "module is TorchScript",
