@@ -130,11 +130,6 @@ _MANY = _PY | {"model.pt": weights, "model.pth": weights}
             {"weights": "none"},
             Artifact(ArtifactType.MODULE, Path("model.py"), weightless=True),
         ),
-        (
-            _MANY,
-            {"weights": "None", **_FACTORY},
-            Artifact(ArtifactType.FACTORY, Path(), weightless=True),
-        ),
         # A factory with a colon belongs to a package; the version folder may hold its weights.
         ({"model.pt2": script}, _FACTORY, Artifact(ArtifactType.FACTORY, Path())),
         ({"model.pt": weights}, _FACTORY, Artifact(ArtifactType.FACTORY, Path(), Path("model.pt"))),

@@ -80,5 +80,6 @@ def test_method_of_torchscript_is_frozen(module: nn.Module) -> None:
 )
 def test_unsupported_optimizations(name: str, kind: ArtifactType, message: str) -> None:
     """An optimization that does not apply to the artifact is refused."""
+    owner = None if kind is ArtifactType.MODULE else nn.ReLU()
     with pytest.raises(ConfigError, match=message):
-        registry.optimize(build.config(optimize=(name,)), loaded(kind, None, lambda x: x))
+        registry.optimize(build.config(optimize=(name,)), loaded(kind, owner, lambda x: x))

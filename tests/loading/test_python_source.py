@@ -23,17 +23,6 @@ class Net(nn.Module):
     def forward(self, x):
         return x + 1
 """
-SIZED = """
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self, size, *, bias=True):
-        super().__init__()
-        self.linear = nn.Linear(size, 1, bias=bias)
-
-    def forward(self, x):
-        return self.linear(x)
-"""
 _RAISES = "from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n        "
 # Not candidates: functions and parts beside a class, its instances, and another name of it.
 BESIDE = """
