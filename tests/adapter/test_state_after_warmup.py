@@ -341,7 +341,6 @@ def test_compiled_models(
     config = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters)
     model, log = _served(tmp_path, write, config)
     assert _BUILT_AGAIN in log
-    assert "calls that need another graph run eagerly" in log
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     _compare(model, module)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs

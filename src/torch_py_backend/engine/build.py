@@ -13,7 +13,6 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import hooks as hook_stages
 from torch_py_backend.pipeline import stages
-from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
 from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
@@ -66,15 +65,6 @@ def outputs_of(config: ModelConfig, loaded: Loaded, hooked: HookedPipeline | Non
         extractor.extract,
         finite=finite,
     )
-
-
-def failures(config: ModelConfig, loaded: Loaded, device: torch.device) -> Failures:
-    """Return what follows a failed call of a model."""
-    repeats = config.options.retry_failed_batch
-    if repeats is None and config.sequencing is not None and not config.states:
-        repeats = False  # the model keeps states itself
-    name = loaded.signature.name
-    return Failures(name, device=device, owner=loaded.owner, repeats=repeats)
 
 
 def chosen(

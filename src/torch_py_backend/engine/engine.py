@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -16,12 +15,13 @@ from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, run
+from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Attempt, Counts, Entries, Group, Results, Run, Scatter
 from torch_py_backend.pipeline.sequences import Sequences, Slots
-from torch_py_backend.values import Columns, Item, RequestItem
+from torch_py_backend.values import Columns, RequestItem
 
 
 class Engine:
@@ -74,7 +74,12 @@ class Engine:
             cast = config.options.weights_dtype
             self.inputs = Inputs(config, loaded.signature, self.padding, cast)
         self.outputs = build.outputs_of(config, loaded, self.hooked)
-        self.failures = build.failures(config, loaded, self.device)
+        repeats = config.options.retry_failed_batch
+        if repeats is None and config.sequencing is not None and not config.states:
+            repeats = False  # the model keeps states itself
+        self.failures = Failures(
+            loaded.signature.name, device=device, owner=loaded.owner, repeats=repeats
+        )
         self._shared: sharing.SharedWeights | None = None
         self._use(self._compiled or loaded.module)
 
@@ -207,17 +212,13 @@ def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Results:  # n
 
 def _run_and_return(run_batch: Run, entries: Entries) -> Results:
     """Return outputs where the inputs were: on the GPU if all of them were there."""
-    return [
-        result
-        if isinstance(result, BackendError)
-        or (not isinstance(entry, BackendError) and values.on_gpu(entry))
-        else _on_host(result)
-        for result, entry in zip(run_batch(entries), entries, strict=True)
-    ]
-
-
-def _on_host(outcome: Any) -> Item:
-    return {
-        name: value.cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in outcome.items()
-    }
+    results = run_batch(entries)
+    for result, entry in zip(results, entries, strict=True):
+        if isinstance(result, BackendError) or isinstance(entry, BackendError):
+            continue
+        if values.on_gpu(entry):
+            continue
+        for name, value in result.items():
+            if isinstance(value, torch.Tensor):
+                result[name] = value.cpu()
+    return results

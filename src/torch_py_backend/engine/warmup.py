@@ -95,15 +95,11 @@ def warn_of_changes(config: ModelConfig, changed: Sequence[str]) -> None:
     """
     if sharing.requested(config):
         raise sharing.not_shared_error(f"forward() changes {join_names(changed)} of the model")
-    eager = ""
-    if config.options.compilation is not None:
-        eager = ", and calls that need another graph run eagerly"
     log.warning(
         "the warm-up has changed %s of the model, and answers may depend on that. The model is"
-        " built again without a warm-up: the first requests may take longer%s. State in buffers"
+        " built again without a warm-up: the first requests may take longer. State in buffers"
         " does not need that.",
         join_names(changed),
-        eager,
     )
 
 
