@@ -39,19 +39,6 @@ def _filled(schema: Entry, **written: Any) -> Entry:
 # --- whether the model is run ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("document", "incomplete"),
-    [
-        ({"input": [_X, _MASK], "output": [_Y, _Z]}, False),
-        ({"input": [_X], "output": []}, True),
-        ({"output": [_Y]}, True),
-    ],
-)
-def test_incomplete(document: Entry, incomplete: bool) -> None:
-    """A config is incomplete if inputs or outputs are missing."""
-    assert completion.is_incomplete(document) is incomplete
-
-
 def test_complete_config_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """A complete config starts no child process."""
     monkeypatch.setattr(child_process, "run", mock.Mock(side_effect=AssertionError))

@@ -16,7 +16,6 @@ import typer
 from command_line import run, tree
 
 from torch_py_backend.cli.check import check
-from torch_py_backend.model_folders import trial
 from torch_py_backend.processes import child_process
 from torch_py_backend.server import preflight
 
@@ -161,30 +160,21 @@ def test_traceback_is_printed_below_the_error(here: None, tmp_path: Path) -> Non
     assert 'model.py", line 8, in forward\n    return refuse(x)\n' in text
 
 
-def test_each_model_is_printed_when_it_is_done(
+def test_printed_lines(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model's lines are printed before the next one is tried; brackets are text.
+    """Each model has its lines, in which brackets are text.
 
     The last line counts the models and the machine's problems.
     """
-    printed: list[str] = []
-    inspect = trial.inspect
-
-    def inspecting(*arguments: Any, **keywords: Any) -> Any:
-        printed.append(capsys.readouterr().out)
-        return inspect(*arguments, **keywords)
-
-    monkeypatch.setattr(trial, "inspect", inspecting)
     monkeypatch.setattr(preflight, "machine_problems", lambda: ["It is too small."])
     _lay_out(tmp_path, "broken_config", "gaps [red] ü", "other")
     with pytest.raises(typer.Exit) as end:
         check(tmp_path, timeout=120.0)
-    printed.append(capsys.readouterr().out)
     assert end.value.exit_code == 1
-    assert printed[0].startswith("FAILED  model 'broken_config': ")
-    lines = printed[1].splitlines()
-    assert lines[0] == "OK      gaps [red] ü 1"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("FAILED  model 'broken_config': ")
+    assert "OK      gaps [red] ü 1" in lines
     assert ["inputs", "x", "FP32", "[4]", "→", "x"] in [line.split() for line in lines]
     assert lines[-3:] == [
         "SKIPPED other: served by python",

@@ -83,7 +83,6 @@ def _run(code: str, seconds: float = 60, *, quiet: bool = False) -> Any:
     "value",
     [
         pytest.param({"input": [{"größe → \U0001f600\n\x00\udcff": [-1, None]}]}, id="nested"),
-        pytest.param("x" * 3_000_000, id="large"),
         pytest.param({"error": "only a value"}, id="looks-like-an-error"),
     ],
 )
@@ -96,7 +95,6 @@ def test_result(value: Any) -> None:
     ("code", "result"),
     [
         pytest.param(f"{_CLOSES}result = 'closed'", "closed", id="closes"),
-        pytest.param("os.closerange(0, 3)\nresult = 'closed'", "closed", id="closes descriptors"),
         pytest.param("result = sys.stdin.read()", "", id="reads"),
         pytest.param(_FORKS, "of the child", id="forks"),
         pytest.param(
@@ -144,8 +142,6 @@ def test_prints(
         ("raise ValueError('no /srv/secret/place/x.bin')", "ValueError: no x.bin"),
         (f"{_CLOSES}raise ValueError('broken')", "ValueError: broken"),
         ("raise ValueError('x' * 1_000_000)", "ValueError: xxx"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("os._exit(7)", "ended the process with exit code 7"),
         ("os._exit(0)", "ended the process with exit code 0"),
         ("ctypes.string_at(0)", "ended the process with SIGSEGV"),
         ("os.kill(os.getpid(), 40)", "ended the process with signal 40"),
