@@ -112,15 +112,6 @@ class Outputs(nn.Module):
         }
 
 
-class Raises(nn.Module):
-    """Raises when a value is negative, with a path of the server in its message."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if bool((x < 0).any()):
-            raise ValueError("negative value, see /srv/secret/place/readme.txt")
-        return x
-
-
 class Gradients(nn.Module):
     """The gradients of the squares of x."""
 

@@ -175,7 +175,6 @@ _A, _B, _X = floats(3, 4), floats(3, 4, seed=1), floats(2, 4, seed=2)
 _X_TO_Y = config({"x": [4]}, {"y": [4]})
 _X_TO_3 = config({"x": [4]}, {"y": [3]})
 _KIND_MODEL = "instance_group [{ kind: KIND_MODEL count: 1 }]\n"
-_NEGATED = Call({"x": _X}, {"y": -_X})
 # Requests that are sent at once are to be one batch.
 TOGETHER = "dynamic_batching { max_queue_delay_microseconds: 200000 }\n"
 _AFFINE = Call({"x": _X}, {"y": eager(affine(), x=_X)})
