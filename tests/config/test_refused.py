@@ -83,7 +83,6 @@ _LATE = {
     "buckets + batch_input": "BATCH_BUCKETS is set, and config.pbtxt has batch_input",
     "fixed shapes + batch_input": "has dynamic: false, and config.pbtxt has batch_input",
     "stream + batch_input": "the model is decoupled, and config.pbtxt has batch_input",
-    "state y + batch_output": "batch_output names a state, and config.pbtxt has batch_output",
 }
 
 

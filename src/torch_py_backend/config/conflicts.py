@@ -21,7 +21,7 @@ _EXCLUDED_BY_STREAMS = (
     "ENABLE_WEIGHT_SHARING shares the weights on the GPU",
 )
 _RAGGED = ("config.pbtxt has batch_input", "config.pbtxt has batch_output")
-_EXCLUDED_BY_RAGGED = (*_OF_BATCHES, _STATIC, _STREAMS, "batch_output names a state")
+_EXCLUDED_BY_RAGGED = (*_OF_BATCHES, _STATIC, _STREAMS)
 
 # Settings each of which excludes each of the second ones, and what to do. The first rows decide how
 # the model is run to complete its config.
@@ -57,7 +57,6 @@ _EXCLUSIONS = (
 def _settings(config: ModelConfig) -> dict[str, bool]:
     """Return whether a config has each setting of the pairs."""
     options = config.options
-    states = {state.output for state in config.states}
     return {
         "PAD is set": bool(options.pad),
         "BATCH_BUCKETS is set": bool(options.batch_buckets),
@@ -76,7 +75,6 @@ def _settings(config: ModelConfig) -> dict[str, bool]:
         ),
         "config.pbtxt has batch_input": bool(config.batch_inputs),
         "config.pbtxt has batch_output": bool(config.batch_outputs),
-        "batch_output names a state": any(out.name in states for out in config.batch_outputs),
     }
 
 
