@@ -44,7 +44,6 @@ _MAX_CONNECTIONS = 64
 # Connections that the kernel keeps until they are accepted, all of them at once.
 _BACKLOG = 512
 _MAX_REQUEST_BYTES = 16 << 10
-_UNKNOWN_PATH: dict[str, object] = {"error": "expected /live, /ready or /ready/MODEL"}
 # Requests that are no HTTP are not worth a line.
 _SILENT = logging.getLogger(f"{__name__}.connections")
 _SILENT.disabled = True
@@ -85,7 +84,6 @@ class Page:
             Route("/live", self._live),
             Route("/ready", self._ready),
             Route("/ready/{model}", self._model_ready),
-            Route("/{path:path}", _unknown),
         ]
         # The connections of this page, in the order of their arrival.
         opened: collections.deque[_Connection] = collections.deque()
@@ -124,22 +122,19 @@ class Page:
 
     async def _ready(self, _request: Request) -> Response:
         snapshot = self._snapshot()
-        problem = self._problem(snapshot)
         reasons = {name: reason for name, reason in snapshot.models.items() if reason}
-        if not problem and not reasons:
-            return _json({"ready": True}, HTTPStatus.OK)
-        body = {"ready": False, "models": reasons} | ({"reason": problem} if problem else {})
-        return _json(body, HTTPStatus.SERVICE_UNAVAILABLE)
+        problem = self._problem(snapshot) or ("models do not serve" if reasons else "")
+        return _response("ready", problem, models=reasons)
 
     async def _model_ready(self, request: Request) -> Response:
-        snapshot, model = self._snapshot(), request.path_params["model"]
+        snapshot = self._snapshot()
+        model = request.path_params["model"]
         problem = self._problem(snapshot)
         if not problem and model not in snapshot.models:
             body = {"ready": False, "reason": "no such model should serve"}
             return _json(body, HTTPStatus.NOT_FOUND)
         warnings = [sanitize_line(text) for text in snapshot.warnings.get(model, ())]
-        more = {"warnings": warnings} if warnings else {}
-        return _response("ready", problem or snapshot.models[model], more)
+        return _response("ready", problem or snapshot.models[model], warnings=warnings)
 
     def _problem(self, snapshot: Snapshot) -> str:
         return "the server is being stopped" if self.stopping else self._server_problem(snapshot)
@@ -149,17 +144,14 @@ class Page:
         return snapshot.problem or ("the models are no longer monitored" if is_stale else "")
 
 
-async def _unknown(_request: Request) -> Response:
-    return _json(_UNKNOWN_PATH, HTTPStatus.NOT_FOUND)
-
-
-def _response(key: str, reason: str, more: dict[str, list[str]] | None = None) -> Response:
-    """Return 200 without a reason, else 503."""
-    body = {key: not reason, **({"reason": reason} if reason else {}), **(more or {})}
+def _response(key: str, reason: str, **more: object) -> Response:
+    """Return 200 without a reason, else 503; empty values are left out."""
+    details = {"reason": reason, **more}
+    body = {key: not reason, **{name: value for name, value in details.items() if value}}
     return _json(body, HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK)
 
 
-def _json(body: dict[str, object], status: HTTPStatus) -> Response:
+def _json(body: Mapping[str, object], status: HTTPStatus) -> Response:
     # In ASCII: a name given on the command line need not be UTF-8.
     return Response(json.dumps(body), status, media_type="application/json")
 

@@ -112,15 +112,6 @@ def region(process: psutil.Process) -> str:
     return ""
 
 
-def remove_region(name: str) -> None:
-    """Remove the region of a process that died: Triton 24.10 keeps it until the server ends.
-
-    Processes that have mapped it can still use it.
-    """
-    with contextlib.suppress(OSError):  # Triton has removed it, or the name is empty
-        (SHARED_MEMORY / name).unlink()
-
-
 def kill_all(status_folder: Path) -> None:
     """Kill the instances of the server with this status folder."""
     for path in instance_status.files(status_folder):

@@ -64,8 +64,9 @@ class InstanceMonitor:
                 instance.reported = True
                 failures.append(instance.failure(reason))
             if not process_status:
-                if path.exists():  # the instance did not end normally
-                    cleanup.remove_region(instance.region)
+                # Triton 24.10 keeps the memory of one that died until the server ends.
+                if instance.region and path.exists():
+                    (cleanup.SHARED_MEMORY / instance.region).unlink(missing_ok=True)
                 # Removed last: until then, the file shows that the instance died.
                 instance_status.remove(path)
                 del self._instances[path]

@@ -36,11 +36,6 @@ class TritonInstallation:
     stub: Path
     libraries: tuple[Path, ...]
 
-    @property
-    def caches(self) -> Path:
-        """The folder with the libraries of response caches."""
-        return self.python_backend.parents[1] / "caches"
-
     def refuse_in_shell(self, path: str) -> None:
         """Refuse a path that a stub would not get as it is: Triton would wait for it forever.
 

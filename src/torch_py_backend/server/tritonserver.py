@@ -138,7 +138,7 @@ class Server:
             options = {
                 "--model-repository": self._repository,
                 "--backend-directory": folder.backends,
-                "--cache-directory": self._triton.caches,
+                "--cache-directory": self._triton.python_backend.parents[1] / "caches",
                 # Distinguishes its shared memory from that of other servers.
                 "--backend-config": f"python,shm-region-prefix-name={folder.prefix}",
                 "--exit-timeout-secs": self._exit_seconds,
