@@ -97,7 +97,7 @@ def started(name: str, model: str) -> Iterator[Endpoint]:
         ToolError: the peer cannot be installed, does not start, or its answer is wrong.
     """
     peer, python = PEERS[name], environment(name)
-    (port,) = choose_ports("", {"--port": 0})
+    (port,) = choose_ports("", [0])
     endpoint = Endpoint(model, peer.protocol, f"127.0.0.1:{port}", peer.path.format(model=model))
     command = [str(python), "-m", f"benchmarks.peers.{name}"]
     command += ["--model", model, "--port", str(port)]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from torch_py_backend.errors import ToolError
 
@@ -23,37 +22,28 @@ def client_address(address: str, port: int) -> str:
     return f"[{address}]:{port}" if is_ipv6(address) else f"{address}:{port}"
 
 
-def choose_ports(address: str, requested: Mapping[str, int]) -> list[int]:
-    """Return ports, named by their options, that can be listened on; 0 is any port."""
+def choose_ports(address: str, ports: Sequence[int]) -> list[int]:
+    """Return ports that can be listened on; 0 becomes any port."""
     with contextlib.ExitStack() as stack:
         # Open until all are chosen, so that they differ.
-        listeners = [
-            stack.enter_context(listen(option, address, port)) for option, port in requested.items()
-        ]
+        listeners = [stack.enter_context(listen(address, port)) for port in ports]
         return [listener.getsockname()[1] for listener in listeners]
 
 
-def listen(option: str, address: str, port: int) -> socket.socket:
-    """Listen on a port, as Triton does: one with connections in TIME_WAIT only is free.
-
-    Args:
-        option: the option that sets the port, for the error.
-        address: the address, IPv4 or IPv6, or a host name.
-        port: the port; 0 is any port.
+def listen(address: str, port: int) -> socket.socket:
+    """Listen on a port, as Triton does; 0 is any port.
 
     Raises:
-        ToolError: the port is taken or not allowed for this user.
+        ToolError: the port is taken or not allowed for this user, or the address is not of this
+            machine.
     """
-    listener = socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET)
+    is_6 = is_ipv6(address)
+    family = socket.AF_INET6 if is_6 else socket.AF_INET
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen()
+        # The address :: is all addresses of both families, as for Triton.
+        return socket.create_server((address, port), family=family, dualstack_ipv6=is_6)
     except OSError as error:
-        listener.close()
-        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        cure = "another port; 0 takes a free one" if is_port else "an --address of this machine"
         raise ToolError(
-            f"{option} {port} on {address} cannot be listened on: {error.strerror}. Choose {cure}."
+            f"{error.strerror}. Choose another port, such as 0, which takes a free one, or an"
+            " --address of this machine."
         ) from None
-    return listener

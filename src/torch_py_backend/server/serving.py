@@ -93,7 +93,7 @@ class Serving:
         Raises:
             ToolError: the server cannot start.
         """
-        listener = listen("--health-port", self.address, self.ports[3])
+        listener = listen(self.address, self.ports[3])
         self.health_address = client_address(self.address, listener.getsockname()[1])
         with contextlib.closing(listener), self.server as server:
             self.supervisor = supervisor = Supervisor(

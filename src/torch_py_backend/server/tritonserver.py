@@ -89,11 +89,9 @@ class Server:
             raise ToolError(f"{repository} is not a folder; expected a model repository.")
         self._repository = repository.absolute()
         self._address = address
-        options = ("--http-port", "--grpc-port", "--metrics-port")
-        chosen = choose_ports(address, dict(zip(options, ports, strict=True)))
-        self._ports = dict(zip(options, chosen, strict=True))
+        self._ports = choose_ports(address, ports)
         self.http_address, self.grpc_address, self.metrics_address = (
-            client_address(address, port) for port in chosen
+            client_address(address, port) for port in self._ports
         )
         self._triton = triton_installation.find(executable)
         self._arguments = tuple(arguments)
@@ -123,6 +121,7 @@ class Server:
         """
         variables = triton_installation.environment(self._triton) | self.variables
         # libevent and gRPC write an IPv6 address in their own ways.
+        http_port, grpc_port, metrics_port = self._ports
         http = grpc = self._address
         if is_ipv6(self._address):
             http, grpc = f"ipv6:{self._address}", f"[{self._address}]"
@@ -145,7 +144,9 @@ class Server:
                 "--http-address": http,
                 "--grpc-address": grpc,
                 "--metrics-address": http,
-                **self._ports,
+                "--http-port": http_port,
+                "--grpc-port": grpc_port,
+                "--metrics-port": metrics_port,
             }
             log = self._stack.enter_context(self.log.open("ab")) if self.log else None
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
