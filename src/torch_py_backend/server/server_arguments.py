@@ -20,6 +20,7 @@ EXIT_SECONDS = 30
 _REFUSED = {
     "model-control-mode": "`serve` loads the models itself; remove it",
     "model-repository": "`serve` has one; name it before --",
+    "exit-on-error": "`serve` ends if tritonserver cannot start; remove it",
     **dict.fromkeys(_RESTRICTIONS, "`serve` needs the key; use --restrict"),
     **dict.fromkeys(("http-port", "allow-http"), "`serve` itself uses HTTP; set --http-port"),
     **dict.fromkeys(("grpc-port", "allow-grpc"), "`serve` itself uses gRPC; set --grpc-port"),
