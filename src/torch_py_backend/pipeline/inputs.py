@@ -139,10 +139,8 @@ class Inputs:
         """Return whether items are on one device, with masks as long as their inputs."""
         if self._padding is not None and any(map(self._padding.mismatch, items)):
             return False
-        return not self._any_device or self._on_one_device(items)
-
-    def _on_one_device(self, items: Items) -> bool:
-        return all(len({_device(item[name]) for item in items}) == 1 for name in self._sent)
+        names = self._sent if self._any_device else ()
+        return all(len({_device(item[name]) for item in items}) == 1 for name in names)
 
     def admit(self, item: Item) -> Item | InputError:
         """Return the item, with masks added, or the reason to refuse it."""
