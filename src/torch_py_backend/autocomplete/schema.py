@@ -282,18 +282,17 @@ def _with_varying(
     outputs: Sequence[TensorSpec], others: Sequence[TensorSpec]
 ) -> tuple[TensorSpec, ...]:
     """Return outputs with -1 for the dims that differ from those of another run."""
-    pairs = list(zip(outputs, others, strict=False))
-    if len(outputs) != len(others) or any(
-        (spec.name, spec.dtype, len(spec.dims)) != (other.name, other.dtype, len(other.dims))
-        for spec, other in pairs
-    ):
+    kinds, other_kinds = (
+        [(spec.name, spec.dtype, len(spec.dims)) for spec in specs] for specs in (outputs, others)
+    )
+    if kinds != other_kinds:
         raise ConfigError(
             "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
             f" {join_names(map(str, outputs))}, or {join_names(map(str, others))}",
             cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
         )
     varying = []
-    for spec, other in pairs:
+    for spec, other in zip(outputs, others, strict=True):
         sizes = zip(spec.dims, other.dims, strict=True)
         dims = tuple(size if size == changed else -1 for size, changed in sizes)
         varying.append(dataclasses.replace(spec, dims=dims))

@@ -103,7 +103,11 @@ def candidates(
     yield first
     on_gpu = document["instance_group"][0]["kind"] == "KIND_GPU"
     others = {k: v for k, v in document["parameters"].items() if k not in TUNED}
-    runtimes = (*_RUNTIMES, *(_OF_GPUS if on_gpu else ()), *(_REDUCED if reduced else ()))
+    runtimes = [*_RUNTIMES]
+    if on_gpu:
+        runtimes += _OF_GPUS
+    if reduced:
+        runtimes += _REDUCED
     for title, kinds, parameters in runtimes:
         if first.kind not in kinds:
             continue

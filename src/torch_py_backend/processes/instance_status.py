@@ -78,8 +78,8 @@ class InstanceStatus:
         self._path: Path | None = None
         if identity is not None and folder and Path(folder).is_dir():
             self._path = Path(folder) / f"{identity.pid}{SUFFIX}"
-            self._report: dict[str, object] = {"identity": identity._asdict()}
-            replace(self._path.with_suffix(_REPORT), json.dumps(self._report).encode(), 0o600)
+            self._report: dict[str, object] = {}
+            self.report({"identity": identity._asdict()})
             page = _word(state).to_bytes(8, sys.byteorder).ljust(_SIZE, b"\0")
             replace(self._path, page, 0o600)
             with self._path.open("r+b") as file:

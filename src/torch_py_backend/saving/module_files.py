@@ -128,12 +128,12 @@ class ModuleFiles:
 
 def _write_example(folder: Path, item: Item) -> None:
     """Write an example into a file, or one with strings into a function of hooks.py."""
-    tensors = {name: value for name, value in item.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Tensor] = {}
+    for name, value in item.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value.detach().cpu().contiguous().clone()  # they may share memory
     if len(tensors) == len(item):
-        # Copied, because they may share memory.
-        copies = {name: value.detach().cpu().clone() for name, value in tensors.items()}
-        packed = {name: value.contiguous() for name, value in copies.items()}
-        safetensors.torch.save_file(packed, folder / EXAMPLE)
+        safetensors.torch.save_file(tensors, folder / EXAMPLE)
         return
     lines = ["", "", "def example_inputs():", "    import torch", "", "    return {"]
     for name, value in item.items():
