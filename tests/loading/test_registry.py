@@ -193,11 +193,14 @@ def test_method_of_another_object_is_served(tmp_path: Path) -> None:
 # --- programs --------------------------------------------------------------------------------
 
 
-def test_method_of_a_program(tmp_path: Path) -> None:
-    """METHOD is refused for a program, which is one method."""
+def test_options_of_a_program(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """METHOD is refused for a program, which is one method; what it does not use is logged."""
     save_program(build.write(tmp_path, "model.pt2", ""))
     with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is "):
         load(tmp_path, method="encode")
+    load(tmp_path, model_class="Net", weights="none")
+    assert "the parameter MODEL_CLASS has no effect" in caplog.text
+    assert "MODEL_KWARGS" not in caplog.text
 
 
 # --- streams ---------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def test_default_format(
     _saved(tmp_path, module, example_inputs=_X, **options)
     files = {path.name for path in (tmp_path / "models" / "net" / "1").iterdir()}
     assert file in files
-    assert ("model.pt" in files) == (file == "model.py")
+    assert ("model.safetensors" in files) == (file == "model.py")
 
 
 class Bytes:

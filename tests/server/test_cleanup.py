@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -77,12 +78,13 @@ def test_shared_memory_that_cannot_be_written(
 
 def test_a_sweep_cleans_up(shared: Path) -> None:
     """If the owner was killed, the next server cleans up; live servers are kept."""
-    dead, alive = ServerFolder(), ServerFolder()
-    for owner in (dead, alive):
+    dead, gone, alive = ServerFolder(), ServerFolder(), ServerFolder()
+    for owner in (dead, gone, alive):
         (shared / f"{owner.prefix}region").write_bytes(b"?")
     (shared / "another").write_bytes(b"?")
-    while dead._locks:  # as the kernel does at its end
-        os.close(dead._locks.pop())
+    shutil.rmtree(gone.path)
+    for lock in dead._locks + gone._locks:  # as the kernel does at its end
+        os.close(lock)
     with (
         instance(dead.status, "status.idle()") as orphan,
         instance(alive.status, "status.idle()") as kept,

@@ -17,6 +17,8 @@ from torch_py_backend.loading.loaded import Forward, Loaded
 
 log = logging.getLogger(__name__)
 
+# Options that only artifacts with source use.
+_OF_SOURCE = ("model_class", "model_kwargs", "weights")
 Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Loaded]"
 
 
@@ -33,6 +35,12 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
             cure="It holds one method, the one that was exported; remove METHOD.",
         )
+    has_source = artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
+    for option in () if has_source else _OF_SOURCE:
+        if getattr(config.options, option) is not None:
+            log.warning(
+                "the parameter %s has no effect on %s.", option.upper(), artifact.kind.value
+            )
     import_beside(artifact)
     if artifact.kind is ArtifactType.MODULE:
         hooks.refuse_in_model(artifact.path)

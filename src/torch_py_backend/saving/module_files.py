@@ -67,10 +67,17 @@ class ModuleFiles:
     def _write_source(self, folder: Path) -> dict[str, str]:
         """Write the class and its weights, or what `save_pretrained` writes; return the options."""
         name = type(self.module).__name__
-        parameters = {"MODEL_KWARGS": json.dumps(self.kwargs)} if self.kwargs else {}
+        try:
+            parameters = {"MODEL_KWARGS": json.dumps(self.kwargs)} if self.kwargs else {}
+            if not self.pretrained:
+                _write_weights(self.module, folder / "model.safetensors")
+        except Exception as error:  # values that JSON lacks, or sparse and quantized tensors
+            raise SaveError(
+                f"its arguments or weights cannot be written: {summarize(error)}",
+                cure="Save it with another format.",
+            ) from error
         if not self.pretrained:
             source_files.write(folder, "model", type(self.module), name)
-            torch.save(self.module.state_dict(), folder / "model.pt")  # tied weights stay tied
             return parameters | {"MODEL_CLASS": name}
         parts: list[Any] = [self.module, self.processor]
         for part in parts:
@@ -143,3 +150,15 @@ def _write_example(folder: Path, item: Item) -> None:
         lines.append(f"        {name!r}: {text},")
     with (folder / HOOKS).open("a", encoding="utf-8") as file:
         file.write("\n".join([*lines, "    }", ""]))
+
+
+def _write_weights(module: nn.Module, path: Path) -> None:
+    """Write the state_dict as safetensors; of weights that are tied in the module, one."""
+    own = module.state_dict(keep_vars=True)
+    names = {id(value): key for key, value in own.items()}
+    state = {}
+    for key in names.values():
+        weight = own[key].detach().cpu().contiguous()
+        # A file has no views: two weights that share memory would be refused.
+        state[key] = weight.clone() if own[key]._is_view() else weight  # noqa: SLF001  no public name
+    safetensors.torch.save_file(state, path)

@@ -93,12 +93,13 @@ def sweep() -> None:
         with contextlib.suppress(OSError, ValueError), open(os.open(path, flags), "r+b") as file:  # noqa: PTH123
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             folder = Path(os.fsdecode(file.read(4096)))
-            # Of the folder itself: a link may lead anywhere.
-            status = folder.lstat()
-            users = {os.fstat(file.fileno()).st_uid, status.st_uid}
-            is_folder = stat.S_ISDIR(status.st_mode) and folder.name.startswith(_FOLDER)
+            users, is_folder = {os.fstat(file.fileno()).st_uid}, True
+            with contextlib.suppress(FileNotFoundError):  # only regions are left
+                status = folder.lstat()  # of the folder itself: a link may lead anywhere
+                users.add(status.st_uid)
+                is_folder = stat.S_ISDIR(status.st_mode)
             # This may run as root, for a file that another user has written.
-            if users == {os.getuid()} and is_folder:
+            if users == {os.getuid()} and is_folder and folder.name.startswith(_FOLDER):
                 remove(path.name.removesuffix(_OWNER), folder)
 
 
