@@ -9,7 +9,6 @@ requests until the model is loaded again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import os
@@ -137,9 +136,10 @@ class SharedWeights:
             raise not_shared_error("freezing makes them constants of each instance's own graph")
         self._config, self._device = config, device
         key = f"{config.version_folder.resolve()} {device}"
-        path = private_files.server_path(config.name, key)
-        # The address of a socket has 107 characters at most.
-        self._socket = path.with_name(hashlib.sha256(path.name.encode()).hexdigest()[:16])
+        self._socket = private_files.server_path(config.name, key)
+        # An address has at most 107 characters, so the folder is named by a descriptor, kept open.
+        folder = os.open(self._socket.parent, os.O_RDONLY | os.O_DIRECTORY)
+        self._address = f"/proc/self/fd/{folder}/{self._socket.name}"
         self._listener: Listener | None = None
         self._owner: tuple[int, str] | None = None  # its process ID and the start of the process
         self._weights: Mapping[str, Tensor] = {}
@@ -180,7 +180,7 @@ class SharedWeights:
     def _connect(self) -> None:
         """Get the tensors of the owner; without an owner, this instance becomes it."""
         try:
-            with Client(str(self._socket)) as owner:
+            with Client(self._address) as owner:
                 owner.send(self._config.instance)
                 # A process that the owner forked, before it ended, may keep the socket open.
                 if not owner.poll(_ANSWER_S):
@@ -198,10 +198,7 @@ class SharedWeights:
         self._socket.unlink(
             missing_ok=True
         )  # of an owner of an earlier load, or one that has ended
-        try:
-            self._listener = Listener(str(self._socket))
-        except OSError as error:
-            raise not_shared_error(summarize(error)) from error
+        self._listener = Listener(self._address)
         threading.Thread(
             target=self._serve, args=(self._listener, module), name="weights", daemon=True
         ).start()
