@@ -196,7 +196,13 @@ class LocalServer:
         self._check_started()
         return tritonclient.grpc.InferenceServerClient(self.grpc_address)
 
-    def infer(self, model: str, inputs: Any, *, version: str = "") -> dict[str, NDArray[Any]]:
+    def infer(
+        self,
+        model: str,
+        inputs: Any,
+        *,
+        version: str = "",
+    ) -> dict[str, NDArray[Any]]:
         """Send one request, and return the outputs by name.
 
         Args:

@@ -185,7 +185,13 @@ class _Trial:
         item = self._items(listed, example, batched=True)[0]
         return is_batch(partial(self._outputs, batched=True), item)
 
-    def _items(self, listed: Sequence[TensorSpec], example: Item, *, batched: bool) -> list[Item]:
+    def _items(
+        self,
+        listed: Sequence[TensorSpec],
+        example: Item,
+        *,
+        batched: bool,
+    ) -> list[Item]:
         """Return inputs to run the model with, of several sizes if the model may take them."""
         items = [example]
         if listed:

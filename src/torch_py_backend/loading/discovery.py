@@ -213,7 +213,12 @@ def weights_beside(folder: Path, stem: str) -> Path | None:
     return present[0] if present else None
 
 
-def check_inside(config: ModelConfig, option: str, name: str, folder: Path | None = None) -> None:
+def check_inside(
+    config: ModelConfig,
+    option: str,
+    name: str,
+    folder: Path | None = None,
+) -> None:
     """Raise ConfigError if the file name in an option leads out of the model's folder.
 
     The name, which may be that of a link, is relative to `folder`; None: the version folder.

@@ -91,7 +91,12 @@ def error_location(error: BaseException, path: Path) -> str:
     return f"line {lines[-1]}: {summarize(error)}" if lines else summarize(error)
 
 
-def call(path: Path, name: str, function: Callable[[], _Result], cure: str = "") -> _Result:
+def call(
+    path: Path,
+    name: str,
+    function: Callable[[], _Result],
+    cure: str = "",
+) -> _Result:
     """Call a function of a model's file; raise ArtifactError with the line of its error.
 
     `cure` says what to do about wrong arguments.

@@ -96,7 +96,10 @@ def pretrained_kwargs(arguments: Iterable[str]) -> dict[str, Any]:
     return {"use_cache": False} if {"past_key_values", "cache"} & {*arguments} else {}
 
 
-def pretrained_inputs(config: Mapping[str, Any], arguments: Sequence[str]) -> list[dict[str, Any]]:
+def pretrained_inputs(
+    config: Mapping[str, Any],
+    arguments: Sequence[str],
+) -> list[dict[str, Any]]:
     """Return the inputs of a transformers model that takes tokens; empty for other models.
 
     They follow from the contents of config.json and the arguments of `forward()`.

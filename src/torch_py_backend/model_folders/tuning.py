@@ -95,7 +95,11 @@ def candidates(
     """
     configured = pbtxt.arguments(folder, version, document)
 
-    def row(title: str, parameters: Mapping[str, str], arguments: Mapping[str, str]) -> Row:
+    def row(
+        title: str,
+        parameters: Mapping[str, str],
+        arguments: Mapping[str, str],
+    ) -> Row:
         sent = {"arguments": arguments, "configured": configured}
         return Row(title, parameters, **child_process.run(_MEASURE, sent, timeout_s, quiet=True))
 
@@ -118,7 +122,10 @@ def candidates(
             yield Row(title, parameters, failure=str(error))
 
 
-def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, Any]:
+def measure(
+    arguments: Mapping[str, str],
+    configured: Mapping[str, str],
+) -> dict[str, Any]:
     """Return the figures of a `Row` for a candidate, in a child process.
 
     The candidate is loaded first, when the process has not compiled anything yet.

@@ -92,7 +92,11 @@ def guarded(failures: Failures, item: Item, function: Call, *args: object) -> Re
     return failures.refusal(failure)
 
 
-def timed(counts: Counts, name: str, stage: Callable[..., T]) -> Callable[..., T]:
+def timed(
+    counts: Counts,
+    name: str,
+    stage: Callable[..., T],
+) -> Callable[..., T]:
     """Return a stage whose seconds are added to a field of the counters."""
 
     def run(*args: object) -> T:

@@ -35,7 +35,13 @@ _CURE = "The server's log may say more."
 _SLOW = f"If config.pbtxt lacks inputs or outputs, write them there. {_CURE}"
 
 
-def run(task: str, arguments: Mapping[str, object], seconds: float, *, quiet: bool = False) -> Any:
+def run(
+    task: str,
+    arguments: Mapping[str, object],
+    seconds: float,
+    *,
+    quiet: bool = False,
+) -> Any:
     """Run a function in a child process, and return its result.
 
     The processes that the function started end with it, except those in sessions of their own.

@@ -164,7 +164,11 @@ def _unfit(module: nn.Module, error: Exception) -> SaveError:
     )
 
 
-def _run(module: nn.Module, tree: TreeSpec, item: Mapping[str, Value]) -> dict[str, Tensor]:
+def _run(
+    module: nn.Module,
+    tree: TreeSpec,
+    item: Mapping[str, Value],
+) -> dict[str, Tensor]:
     """Call a module and return its outputs that are tensors by name, on the CPU."""
     # Copied, because forward() may change them in place.
     copies = [torch.as_tensor(value).clone() for value in item.values()]
@@ -185,7 +189,11 @@ def _run(module: nn.Module, tree: TreeSpec, item: Mapping[str, Value]) -> dict[s
     return outputs
 
 
-def _leaf_name(module: nn.Module, arguments: Mapping[str, Any], keys: Sequence[int | str]) -> str:
+def _leaf_name(
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    keys: Sequence[int | str],
+) -> str:
     """Return the input's name of a leaf of the arguments: an argument, a key or a path."""
     argument, *path = keys
     if not path:

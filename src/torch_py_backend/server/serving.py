@@ -80,7 +80,11 @@ class Serving:
             )
         self._reloader: Reloader | None = None
 
-    def run(self, on_loaded: Callable[[], None], is_over: Callable[[], bool]) -> int | None:
+    def run(
+        self,
+        on_loaded: Callable[[], None],
+        is_over: Callable[[], bool],
+    ) -> int | None:
         """Run the server, and keep its models serving, in a thread that lives as long.
 
         Args:
