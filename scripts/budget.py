@@ -31,9 +31,9 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "src": Limit("lines of src", 18_500),
-    "tests": Limit("lines of tests", 30_150),
-    "words": Limit("words of docs, CONTRIBUTING and README", 27_740),
+    "src": Limit("lines of src", 16_960),
+    "tests": Limit("lines of tests", 28_590),
+    "words": Limit("words of docs, CONTRIBUTING and README", 27_480),
     "longest": Limit("longest file of src, lines", 400),
     "tokens": Limit("tokens per line of code in src", 8.5),
     "prose": Limit("docstrings and comments, % of lines of src", 14, at_least=True),

@@ -432,6 +432,16 @@ def test_hooks_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {entry["name"] for entry in document["output"]} == {"label", "share"}
 
 
+def test_model_that_takes_tokens(tmp_path: Path) -> None:
+    """Without a tokenizer, it takes tokens of any number, and the mask is optional."""
+    tokens = torch.ones(2, 5, dtype=torch.long)
+    document = _saved(
+        tmp_path, _bert("BertModel"), example_inputs={"input_ids": tokens, "attention_mask": tokens}
+    )
+    assert _tensors(document, "input") == {"input_ids": [-1], "attention_mask": [-1]}
+    assert [entry["optional"] for entry in document["input"]] == [False, True]
+
+
 def test_model_that_takes_images(tmp_path: Path) -> None:
     """With its image processor, a model of transformers takes the bytes of a file."""
     config = transformers.ViTConfig(

@@ -15,8 +15,9 @@ from torch.utils._pytree import TreeSpec
 
 from torch_py_backend.autocomplete import schema
 from torch_py_backend.config.model_config import TensorSpec
-from torch_py_backend.config.pbtxt import JsonObject
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import SaveError, a_type, join_names, summarize
+from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import path_text
 from torch_py_backend.signature.results import bind_outputs, leaf_names
@@ -105,6 +106,13 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
             raise _unsupported(name, value, "a tensor, or a list of str or bytes")
     size = _batch_size(item, max_batch_size)
     return Example(item, _entries(item, {}, size), size)
+
+
+def with_known_inputs(example: Example, pretrained: Document) -> Example:
+    """Return the example with the inputs that follow from config.json of a transformers model."""
+    entries = artifact_files.pretrained_inputs(pretrained, list(example.item))
+    known = [entry["name"] for entry in entries] == list(example.item)
+    return replace(example, entries=entries) if known else example
 
 
 def _batch_size(item: Mapping[str, Value], max_batch_size: int | None) -> int:

@@ -114,6 +114,8 @@ def save_model(
                 )
             kwargs = dict(model_kwargs or {})
             if pretrained:
+                known: Any = module
+                example = examples.with_known_inputs(example, known.config.to_dict())
                 arguments = introspection.from_function(module.forward).named
                 kwargs = artifact_files.pretrained_kwargs(arguments) | kwargs
             own = hooks or (Path(__file__).with_name(template) if template else None)

@@ -172,12 +172,7 @@ class Supervisor:
             name = f"{name} {state.versions}".strip()
         self._events.append(Event(kind, name, text))
 
-    def _serve(
-        self,
-        model: ModelRecord,
-        config: Mapping[str, Any],
-        cause: str = "",
-    ) -> None:
+    def _serve(self, model: ModelRecord, config: Mapping[str, Any], cause: str = "") -> None:
         """Note that a model serves, and which models it consists of."""
         seconds = self._clock() - model.since
         self._enter(model, Phase.SERVING)
