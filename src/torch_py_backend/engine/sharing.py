@@ -195,9 +195,8 @@ class SharedWeights:
     def _offer(self, module: nn.Module) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._socket.unlink(
-            missing_ok=True
-        )  # of an owner of an earlier load, or one that has ended
+        # Of an owner of an earlier load, or one that has ended.
+        self._socket.unlink(missing_ok=True)
         self._listener = Listener(self._address)
         threading.Thread(
             target=self._serve, args=(self._listener, module), name="weights", daemon=True
