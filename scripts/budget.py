@@ -31,7 +31,7 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "src": Limit("lines of src", 16_960),
+    "src": Limit("lines of src", 16_970),
     "tests": Limit("lines of tests", 28_590),
     "words": Limit("words of docs, CONTRIBUTING and README", 27_480),
     "longest": Limit("longest file of src, lines", 400),

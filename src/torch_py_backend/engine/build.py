@@ -20,11 +20,8 @@ from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import (
     After,
     Before,
-    Entries,
     Extract,
     GroupStage,
-    Result,
-    Results,
     Scatter,
     Stages,
 )
@@ -88,7 +85,7 @@ def chosen(
     hooked, counts = made.hooked, made.counts
     finite = None
     if made.outputs.finite is not None:
-        finite, writer = partial(_each, made.outputs.finite.checked), None
+        finite, writer = made.outputs.finite.finish, None
     if steps is not None:
         before, after = (steps.attach,), (steps.keep,)
     guarded = partial(stages.guarded, made.failures)
@@ -114,10 +111,6 @@ def chosen(
         scatter=_scatter(made, writer if not after else None),
         after=after,
     )
-
-
-def _each(check: Callable[[Result], Result], results: Results, _: Entries) -> Results:
-    return list(map(check, results))
 
 
 # --- inputs ------------------------------------------------------------------------------------

@@ -16,11 +16,14 @@ from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
 from torch_py_backend.pipeline.failures import reported
-from torch_py_backend.pipeline.run import Result
+from torch_py_backend.pipeline.run import Entries, Result, Results
 from torch_py_backend.signature import results
 from torch_py_backend.values import Strings, Value
 
 log = logging.getLogger(__name__)
+
+# Up to this size, the outputs of a batch are checked by CHECK_FINITE in one call.
+_CHECKED_TOGETHER_BYTES = 1 << 20
 
 # Converts a part of a result, for a number of rows, to an output; raises OutputError.
 Verify: TypeAlias = "Callable[[object, int], Value]"
@@ -78,15 +81,33 @@ class Finite:
     """CHECK_FINITE: refuses results that hold NaN or infinity."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._names = [spec.name for spec in config.outputs if spec.origin is Origin.CLIENT]
+        self._names = []
+        for spec in config.outputs:
+            dtype: torch.dtype | None = getattr(torch, spec.dtype.torch or "", None)
+            if spec.origin is Origin.CLIENT and dtype is not None and dtype.is_floating_point:
+                self._names.append(spec.name)
+
+    def finish(self, results: Results, _: Entries) -> Results:
+        """Return results, with an error in the place of each that is not finite."""
+        return results if self._all_finite(results) else list(map(self.checked, results))
+
+    def _all_finite(self, results: Results) -> bool:
+        """Return whether all results are finite; False, too, if copying them would take long."""
+        outcomes = [result for result in results if not isinstance(result, BackendError)]
+        for name in self._names if outcomes else ():
+            values = [outcome[name] for outcome in outcomes]
+            if len(values) * values[0].nbytes > _CHECKED_TOGETHER_BYTES:
+                return False
+            if not torch.isfinite(torch.cat([value.reshape(-1) for value in values])).all():
+                return False
+        return True
 
     def checked(self, result: Result) -> Result:
         """Return a request's result, or an error if an output is not finite."""
         if isinstance(result, BackendError):
             return result
         for name in self._names:
-            value = result[name]
-            if isinstance(value, Tensor) and not torch.isfinite(value).all():
+            if not torch.isfinite(result[name]).all():
                 return reported(
                     OutputError(
                         f"output '{name}' holds NaN or infinity",
