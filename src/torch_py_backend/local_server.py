@@ -324,7 +324,7 @@ def _input(tensor: Any, value: Any) -> Any:
             with np.errstate(over="ignore", invalid="ignore"):
                 array = given.astype(triton_to_np_dtype(tensor.datatype))
             # Floating-point numbers may be rounded, integers may not.
-            error = 0.01 if array.dtype.kind == "f" else 0.0
+            error = 0.0 if array.dtype.kind in "biu" else 0.01
             fits = np.allclose(array, given, rtol=error, atol=error, equal_nan=True)
     if not fits:
         raise InputError(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fake_triton
 import pytest
@@ -196,12 +197,18 @@ def test_a_model_that_swallows_its_cancellation(tmp_path: Path) -> None:
 def test_a_client_that_leaves_before_its_stream_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton needs a final response for each request, also if its stream never began."""
+    """Triton needs a final response for each request, also if its stream never began.
+
+    A query that fails does not end the polls of other streams.
+    """
     monkeypatch.setattr(streaming, "_POLL_S", 0)
     served = _Served(tmp_path, _model(_ENDLESS))
     living, late = served.request(_X), served.request(_X)
-    served.start(living)
-    until(lambda: living.sender.responses)
+    refusal = fake_triton.TritonModelException("no")
+    with monkeypatch.context() as patch:
+        patch.setattr(living.sender, "is_cancelled", mock.Mock(side_effect=refusal))
+        served.start(living)
+        until(lambda: living.sender.is_cancelled.called)
     late.sender.cancelled = True
     served.start(late)
     assert _ended(late)[-1].error().code() == fake_triton.TritonError.CANCELLED

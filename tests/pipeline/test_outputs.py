@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.errors import OutputError
+from torch_py_backend.errors import InputError, OutputError
 from torch_py_backend.pipeline import outputs as extraction
 from torch_py_backend.values import Value
 
@@ -228,14 +228,19 @@ def test_memory_is_what_triton_reads(part: Tensor) -> None:
     assert output.numpy().tolist() == part.detach().resolve_neg().tolist()
 
 
-def test_finite() -> None:
+@pytest.mark.parametrize("most", [0, 1 << 20], ids=["one by one", "together"])
+def test_finite(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the first output that is not finite; strings and integers are finite."""
+    monkeypatch.setattr(extraction, "_CHECKED_TOGETHER_BYTES", most)
     specs = (build.spec("n", "INT64"), build.spec("a"), build.spec("b"), build.spec("s", "BYTES"))
     finite = extraction.Finite(build.config(outputs=specs))
     good, bad = torch.ones(1, 1), torch.tensor([[torch.inf]])
     result: dict[str, Value] = {"n": good.long(), "a": good, "b": good, "s": np.array([["a"]])}
-    assert finite.checked(result) is result
-    assert "output 'b' holds NaN or infinity" in str(finite.checked(result | {"b": bad}))
+    refusal = InputError("refused before")
+    first, *others = finite.finish([result | {"b": bad}, result, refusal], ())
+    assert "output 'b' holds NaN or infinity" in str(first)
+    assert others == [result, refusal]
+    assert finite.finish([refusal], ()) == [refusal]
 
 
 # --- strings ---------------------------------------------------------------------------------
