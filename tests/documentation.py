@@ -21,7 +21,12 @@ from torch_py_backend.config.options import TABLE, OptionRow, boolean, yes_no
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 OPTIONS = DOCS / "options.md"
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "deploy" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+)
 PRINTS = "prints"
 _NOT_RUN = "Example: "
 _INFO = re.compile(r'(\w+)(?: title="([^"]+)")?')

@@ -1,4 +1,4 @@
-"""deploy/ and docs/deployment.md: manifests and a unit that are valid, and that fit `serve`."""
+"""deploy/ and its README.md: manifests and a unit that are valid, and that fit `serve`."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _with(*components: str) -> str:
 
 
 def _page() -> list[str]:
-    """Return the kustomizations of docs/deployment.md; the later ones are additions."""
-    text = (_ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    """Return the kustomizations of deploy/README.md; the later ones are additions."""
+    text = (_DEPLOY / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"kustomization.yaml`:\n\n```yaml\n(.*?)```", text, flags=re.DOTALL)
     assert text.count("```yaml") == len(blocks) == 3
     return [block if "kind: Kustom" in block else blocks[0] + block for block in blocks]
