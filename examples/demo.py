@@ -54,7 +54,7 @@ Try next:
   .venv/bin/python examples/stream_sonnets.py       ... and stream a text from one of them
   .venv/bin/torch-py-backend check examples/model_repository
                                                     load them without a server
-  docs/python.md                                    serve a module of your own, from Python"""
+  docs/quickstart.md                                serve a module of your own, from Python"""
 
 Show: TypeAlias = Callable[[str], None]
 console = Console(highlight=False, markup=False, soft_wrap=True)
