@@ -434,13 +434,13 @@ CONTRADICTED = (
         "torchscript_of_strings",
         _write("torchscript", "one"),
         _ONE_CONFIG.replace("TYPE_FP32", "TYPE_STRING", 1) + _WITHOUT_WARMUP,
-        "input 'x' is TYPE_STRING, and forward() takes a tensor",
+        "input 'x' is BYTES, and forward() takes a tensor",
     ),
     scenarios.refused(
         "aoti_of_strings",
         _PACKAGE,
         _IMAGES.replace("FP32", "STRING", 1) + _WITHOUT_WARMUP,
-        "input 'INPUT__0' is TYPE_STRING, and forward() takes a tensor",
+        "input 'INPUT__0' is BYTES, and forward() takes a tensor",
     ),
     scenarios.refused(
         "aoti_of_integers",

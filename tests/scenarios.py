@@ -234,7 +234,7 @@ NAMES = (
         (Call({"IN__1": _A, "second": _B}, {"OUT__1": _A - _B, "total": _A + _B}),),
         logs=(
             "IN__1, second are not all arguments of forward(",
-            "the output names OUT__1, total are not all numbers",
+            "the output names OUT__1, total are neither all numbers",
         ),
     ),
     Scenario(
@@ -254,7 +254,7 @@ NAMES = (
         script(models.ReturnsNamedTuple()),
         config({"x": [4]}, {"a": [4], "b": [4]}),
         (Call({"x": _X}, {"a": _X + 1, "b": _X + 2}),),
-        logs=("the output names a, b are not among the result's first, second",),
+        logs=("the output names a, b are neither all numbers (OUTPUT__0, OUTPUT__1, …) nor",),
     ),
     Scenario(  # as LibTorch serves it
         "script_of_other_dims",
@@ -1373,7 +1373,7 @@ LOAD_ERRORS = (
                 "output 'sum' is float32 [8, 4]",
                 "expected float32 [-1, 1]",
             ),
-            ("state_of_a_listed_input", [state(("x", "sum"))], "", "x, x carry the same name"),
+            ("state_of_a_listed_input", [state(("x", "sum"))], "", "x, x feed the same argument"),
             ("state_file_missing", [state(initial='data_file: "begins"')], "", "begins"),
         )
     ),

@@ -243,7 +243,7 @@ def test_file_of_examples(tmp_path: Path) -> None:
     ("examples", "message"),
     [
         ("{'x': ['a', 3]}", "'x' is neither a tensor nor a list of strings"),
-        ("{'y': torch.rand(2, 4), 'z': torch.rand(2)}", "forward(x) cannot take 2 inputs"),
+        ("{'y': torch.rand(2, 4), 'z': torch.rand(2)}", "forward(x) has no z"),
         ("{'x': torch.rand(2, 5)}", "forward() raised"),
         ("{'x': torch.rand(2, 4).cfloat()}", "tensor 'x' is complex64"),
         ("3", "example_inputs() in model.py fails at TypeError: 'int' object"),

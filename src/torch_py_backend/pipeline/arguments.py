@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.config.model_config import ModelConfig, TensorSpec
+from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import BindingError
 from torch_py_backend.signature.arguments import ArgumentType, Signature
 from torch_py_backend.values import Strings, Value
@@ -51,30 +51,52 @@ def choose(
         spec: the input.
         takes: the type of the argument.
         cast: what floating-point inputs are converted to; None: they are not.
+
+    Raises:
+        BindingError: the argument does not take the type of the input without loss.
     """
-    strings = spec.dtype.torch is None
+    is_strings = spec.dtype.torch is None
+    _check(signature, spec, takes)
     # A TorchScript string holds bytes of any encoding.
-    any_bytes = takes.raw or signature.torchscript
-    if takes.scalar:
-        refuse = _refuse_bytes if strings and not any_bytes else None
+    any_bytes = takes in _RAW or signature.torchscript
+    refuse = _refuse_bytes if is_strings and not any_bytes else None
+    if takes in _SCALARS:
+        convert = _SCALARS[takes]
         return Argument(
             partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", refuse),
             _first,
-            lambda column: _SCALARS[takes](
-                _decode(_first(column)) if strings and not takes.raw else _first(column)
-            ),
+            lambda column: convert(_first(column)),
         )
-    if strings:
-        convert: Callable[[Any], object] = _LISTS.get(takes, lambda column: column)
-        if not takes.raw:
-            convert = partial(_convert_text, convert)
-        if any_bytes:
-            return Argument(convert=convert)
-        return Argument(_refuse_bytes, convert=convert)
+    if is_strings:
+        return Argument(refuse, convert=partial(_convert_strings, takes))
     dtype: torch.dtype = getattr(torch, str(spec.dtype.torch))
     if cast is None or not dtype.is_floating_point:
         return TENSOR
     return Argument(convert=lambda column: column.to(cast))
+
+
+def _check(signature: Signature, spec: TensorSpec, takes: ArgumentType) -> None:
+    """Raise BindingError if an argument does not take the type of its input without loss."""
+    accepted = _ACCEPTED.get(takes, ("BYTES",))
+    if takes is ArgumentType.TENSOR and (signature.torchscript or signature.leaves is not None):
+        accepted = _NUMBERS
+    if not spec.dtype.triton.startswith(accepted):
+        raise BindingError(
+            f"input '{spec.name}' is {spec.dtype.triton}, and {signature.name}() takes"
+            f" {takes.value}",
+            expected=f"{' or '.join(accepted)} in config.pbtxt",
+        )
+
+
+# Triton's types begin so.
+_NUMBERS = ("BOOL", "INT", "UINT", "FP", "BF16")
+_ACCEPTED: Mapping[ArgumentType, tuple[str, ...]] = {
+    ArgumentType.INT: ("INT", "UINT"),
+    ArgumentType.FLOAT: ("FP", "BF16", "INT", "UINT"),
+    ArgumentType.BOOL: ("BOOL",),
+    ArgumentType.VALUE: ("",),  # any type
+    ArgumentType.TENSOR: ("",),
+}
 
 
 def for_rows(argument: Argument) -> Argument:
@@ -97,13 +119,8 @@ def for_rows(argument: Argument) -> Argument:
 
 # --- strings -----------------------------------------------------------------------------------
 
-# Strings are passed as a flat list, as LibTorch does, unless the annotation is a nested list.
-_LISTS: Mapping[ArgumentType, Callable[[Strings], list[object]]] = {
-    ArgumentType.STRINGS: lambda column: column.ravel().tolist(),
-    ArgumentType.BYTES: lambda column: column.ravel().tolist(),
-    ArgumentType.NESTED_STRINGS: lambda column: column.tolist(),
-    ArgumentType.NESTED_BYTES: lambda column: column.tolist(),
-}
+# The types whose strings are passed as bytes, not decoded.
+_RAW = (ArgumentType.RAW, ArgumentType.BYTES, ArgumentType.NESTED_BYTES)
 
 
 def _refuse_bytes(value: Value) -> Refusal | None:
@@ -123,14 +140,19 @@ def _decode(text: Any) -> str | bytes:
         return bytes(text)
 
 
-def _convert_text(convert: Callable[[Strings], object], column: Strings) -> object:
-    decoded: Strings = np.empty(column.shape, dtype=np.object_)
+def _convert_strings(takes: ArgumentType, column: Strings) -> object:
+    """Return strings as a flat list, as LibTorch does, or in the shape of the column."""
     texts = _flat(column)
-    try:
-        decoded.ravel()[:] = list(map(bytes.decode, texts))
-    except (TypeError, UnicodeDecodeError):
-        decoded.ravel()[:] = list(map(_decode, texts))
-    return convert(decoded)
+    if takes not in _RAW:
+        try:
+            texts = list(map(bytes.decode, texts))
+        except (TypeError, UnicodeDecodeError):
+            texts = list(map(_decode, texts))
+    if takes in (ArgumentType.STRINGS, ArgumentType.BYTES):
+        return texts
+    shaped: Strings = np.empty(column.shape, dtype=np.object_)
+    shaped.ravel()[:] = texts
+    return shaped if takes is ArgumentType.TENSOR else shaped.tolist()
 
 
 # --- scalars -----------------------------------------------------------------------------------
@@ -139,9 +161,9 @@ _SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
     ArgumentType.INT: int,
     ArgumentType.FLOAT: float,
     ArgumentType.BOOL: bool,
-    ArgumentType.STR: lambda value: value if isinstance(value, bytes) else str(value),
+    ArgumentType.STR: _decode,
     ArgumentType.RAW: lambda value: value if isinstance(value, bytes) else value.encode(),
-    ArgumentType.VALUE: lambda value: value,
+    ArgumentType.VALUE: lambda value: _decode(value) if isinstance(value, bytes) else value,
 }
 
 
@@ -165,36 +187,3 @@ def _first(value: Value) -> Any:
 
 def _flat(value: Value) -> list[Any]:
     return value.reshape(-1).tolist()
-
-
-# --- at load -----------------------------------------------------------------------------------
-
-
-def check(config: ModelConfig, signature: Signature, takes: Mapping[str, ArgumentType]) -> None:
-    """Check that each argument takes the type of its input without loss."""
-    function = signature.name
-    special = {name: kind for name, kind in takes.items() if kind.scalar or kind in _LISTS}
-    tensors_only = signature.torchscript or signature.leaves is not None
-    for spec in config.inputs:
-        kind = special.get(spec.name)
-        if kind is None:
-            if tensors_only and spec.dtype.torch is None:
-                raise BindingError(
-                    f"input '{spec.name}' is {spec.dtype.config}, and {function}() takes a tensor",
-                    expected="a type of numbers in config.pbtxt",
-                )
-            continue
-        accepted = _ACCEPTED.get(kind, ("BYTES",))
-        if not spec.dtype.triton.startswith(accepted):
-            raise BindingError(
-                f"input '{spec.name}' is {spec.dtype.triton}, and {function}() takes {kind.value}",
-                expected=f"{' or '.join(accepted)} in config.pbtxt",
-            )
-
-
-_ACCEPTED = {
-    ArgumentType.INT: ("INT", "UINT"),
-    ArgumentType.FLOAT: ("FP", "BF16", "INT", "UINT"),
-    ArgumentType.BOOL: ("BOOL",),
-    ArgumentType.VALUE: ("",),  # any type
-}

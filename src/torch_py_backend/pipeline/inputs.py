@@ -73,7 +73,6 @@ class Inputs:
         self._bound = functools.lru_cache(MAX_SETS)(self._bind)
         self.binding = self._bound(frozenset())
         takes = dict(zip(self.binding.names, self.binding.types, strict=True))
-        arguments.check(config, signature, takes)
         if config.options.cast_inputs:
             cast = dtypes.from_triton(config.options.cast_inputs).torch
         to = getattr(torch, cast) if cast else None

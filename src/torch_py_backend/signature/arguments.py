@@ -72,15 +72,6 @@ class ArgumentType(enum.Enum):
     NESTED_BYTES = "lists of bytes in lists"
 
     @property
-    def scalar(self) -> bool:
-        return self.name in ("INT", "FLOAT", "BOOL", "STR", "RAW", "VALUE")
-
-    @property
-    def raw(self) -> bool:
-        """Whether strings are passed as bytes, not decoded."""
-        return self.name in ("RAW", "BYTES", "NESTED_BYTES")
-
-    @property
     def container(self) -> bool:
         """Whether its parts are tensors, which may be separate inputs."""
         return self.name in ("DICT", "LIST", "TUPLE")
@@ -93,15 +84,15 @@ class Argument:
     Attributes:
         required: it has no default.
         type: its type; a tensor if it has no annotation.
-        text: its declaration, for messages.
+        text: its declaration, for messages; by default its name.
         nullable: its annotation allows None.
     """
 
     name: str
-    required: bool
-    passing: Passing
-    type: ArgumentType
-    text: str
+    required: bool = True
+    passing: Passing = Passing.POSITIONAL_OR_KEYWORD
+    type: ArgumentType = ArgumentType.TENSOR
+    text: str = ""
     nullable: bool = False
 
     @property
@@ -138,7 +129,7 @@ class Signature:
 
     def __str__(self) -> str:
         """Return the declaration of the function."""
-        texts = [argument.text for argument in self.arguments]
+        texts = [argument.text or argument.name for argument in self.arguments]
         kinds = [argument.passing for argument in self.arguments]
         if Passing.KEYWORD_ONLY in kinds and Passing.VAR_POSITIONAL not in kinds:
             texts.insert(kinds.index(Passing.KEYWORD_ONLY), "*")
@@ -149,19 +140,16 @@ class Signature:
         """The names of the arguments, without `*` and `**`."""
         return [argument.name for argument in self.arguments if argument.named]
 
-    @property
-    def main_argument(self) -> Argument | None:
-        """The only argument, or the only one without a default; None: there are several."""
-        required = [argument for argument in self.arguments if argument.required] or self.arguments
-        return required[0] if len(required) == 1 else None
-
     def container_argument(self, names: Sequence[str]) -> Argument | None:
-        """Return the argument that contains all inputs as its parts, or None."""
-        main = self.main_argument
-        if main is None or not main.type.container:
+        """Return the argument that contains all inputs as its parts, or None.
+
+        It is the only argument, or the only one without a default.
+        """
+        needed = [entry for entry in self.arguments if entry.required] or self.arguments
+        if len(needed) != 1 or not needed[0].type.container:
             return None
-        others = {argument.name for argument in self.arguments} - {main.name}
-        return None if any(name in others or is_path(name) for name in names) else main
+        others = {argument.name for argument in self.arguments} - {needed[0].name}
+        return None if any(name in others or is_path(name) for name in names) else needed[0]
 
     def has(self, passing: Passing) -> bool:
         return any(argument.passing is passing for argument in self.arguments)

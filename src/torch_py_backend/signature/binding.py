@@ -20,9 +20,8 @@ from functools import partial
 from typing import TypeAlias
 
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.errors import BindingError, counted, join_names
+from torch_py_backend.errors import BindingError, join_names
 from torch_py_backend.signature.arguments import (
-    Argument,
     ArgumentType,
     Passing,
     Path,
@@ -78,24 +77,22 @@ def bind_inputs(
     Raises:
         BindingError: a name matches no leaf, or a leaf has no input or two.
     """
-    if len(set(names)) < len(names):
-        raise BindingError(f"the inputs {join_names(names)} carry the same name twice")
     container = signature.container_argument(names)
     if container is None:
-        warns = not left_out  # clients choose what is left out
-        places = _places(names, signature, sequence_inputs, ordered=ordered, warns=warns)
+        places = _places(names, signature, left_out, sequence_inputs, ordered=ordered)
     else:
         keys: Sequence[str | int] = names
         if container.type is not ArgumentType.DICT:
             numbers = [number for number in map(ordinal, names) if number is not None]
             keys = numbers if len(numbers) == len(names) else range(len(names))
         places = {name: (container.name, (key,)) for name, key in zip(names, keys, strict=True)}
-    if len(set(places.values())) < len(places):
+    if len(set(places.values())) < len(names):
         raise BindingError(
             f"two of the inputs {join_names(names)} feed the same argument",
             expected="one input for each",
         )
-    return _bind_places(places, signature, left_out)
+    sent = {name: place for name, place in places.items() if name not in left_out}
+    return _bind_places(sent, signature, left_out)
 
 
 def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
@@ -103,8 +100,9 @@ def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
     if config.sequencing is None or not config.sequencing.controls:
         return config
     controls = config.sequencing.controls
-    main, slots = signature.main_argument, signature.slots(len(config.inputs) + len(controls))
-    takes_all = main is not None and main.type is ArgumentType.DICT
+    slots = signature.slots(len(config.inputs) + len(controls))
+    container = signature.container_argument([control.name for control in controls])
+    takes_all = container is not None and container.type is ArgumentType.DICT
     specs = [
         TensorSpec(control.name, control.dtype, (1,), origin=Origin.CONTROL)
         for control in controls
@@ -116,10 +114,10 @@ def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
 def _places(
     names: Sequence[str],
     signature: Signature,
+    left_out: Collection[str],
     sequence_inputs: Collection[str],
     *,
     ordered: bool,
-    warns: bool,
 ) -> dict[str, Place]:
     """Return the places of names: each separately, else all in the config's order."""
     slots = signature.slots(len(names))
@@ -129,25 +127,20 @@ def _places(
     by_order = False
     if not signature.torchscript or set(requested) <= set(signature.named):
         in_grammar = any(ordinal(name) is not None or is_path(name) for name in names)
-        by_order = ordered and not in_grammar and not any(places.values())
+        by_order = not in_grammar and not any(places.values())
     elif None in numbers:
-        by_order = ordered and not any(map(is_path, requested))
+        by_order = not any(map(is_path, requested))
     else:  # also a number that is the name of an argument
         found = (numbered(number, slots) for number in numbers)
         places |= zip(requested, found, strict=True)
-    if by_order:
+    if by_order and ordered:
+        places |= dict.fromkeys(requested)
+        used = {place[0] for place in places.values() if place is not None}
         # States and controls whose own name has no place follow the inputs of requests.
-        own = {name: place for name, place in places.items() if name not in requested}
-        used = {place[0] for place in own.values() if place is not None}
-        unplaced = [*requested, *(name for name, place in own.items() if place is None)]
+        unplaced = sorted((n for n in names if places[n] is None), key=sequence_inputs.__contains__)
         free = [slot for slot in slots if slot not in used]
-        if len(unplaced) > len(free):
-            raise BindingError(
-                f"{signature} cannot take {counted(len(unplaced), 'input')}",
-                expected=f"at most {counted(len(free), 'input')}",
-            )
         places |= {name: (slot, ()) for name, slot in zip(unplaced, free, strict=False)}
-        if warns:
+        if not left_out:  # clients choose what is left out
             log.warning(
                 "the input names %s are not all arguments of %s, nor all numbers"
                 " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
@@ -174,14 +167,19 @@ def _bind_places(
     """Pass arguments by position up to the first one without input, then by keyword."""
     feeds: dict[str, dict[Path, str]] = {}
     for name, (slot, path) in places.items():
-        if name not in left_out:
-            feeds.setdefault(slot, {})[path] = name
+        feeds.setdefault(slot, {})[path] = name
     for argument in signature.arguments:
-        parts = [name for name, (slot, _) in places.items() if slot == argument.name]
-        _check_argument(argument, parts, left_out, signature)
+        if argument.required and not argument.nullable and argument.name not in feeds:
+            reason = f"; {join_names(left_out)} cannot be optional" if left_out else ""
+            raise BindingError(
+                f"no input feeds {signature.name}()'s argument {argument.name}{reason}",
+                expected=f"inputs for {signature}",
+                cure="Add them to config.pbtxt, or give the arguments defaults.",
+            )
         if argument.required:
             feeds.setdefault(argument.name, {})  # it allows None
-    leading = list(itertools.takewhile(feeds.__contains__, signature.slots(len(places))))
+    slots = signature.slots(len(places) + len(left_out))
+    leading = list(itertools.takewhile(feeds.__contains__, slots))
     trailing = [slot for slot in feeds if slot not in leading]
     by_position = [a.name for a in signature.arguments if a.passing is Passing.POSITIONAL_ONLY]
     if any(slot.startswith("*") or slot in by_position for slot in trailing):
@@ -201,12 +199,13 @@ def _bind_places(
     if signature.unflatten is not None:
         call = partial(_call_tree, signature.unflatten)
     # Without containers and keywords, columns are in the order of the arguments.
-    in_order = not trailing and all(() in feeds[slot] for slot in leading)
+    elif not trailing and all(() in feeds[slot] for slot in leading):
+        call = call_positional
     types |= dict.fromkeys(signature.settings, ArgumentType.VALUE)
     return InputBinding(
         tuple(names),
         tuple(_column_type(types, *places[name]) for name in names),
-        call_positional if in_order and signature.unflatten is None else call,
+        call,
         tuple(path_text(*places[name]) for name in names),
     )
 
@@ -220,19 +219,6 @@ def _column_type(types: Mapping[str, ArgumentType], slot: str, path: Path) -> Ar
     """Return the type of an argument; parts of containers are tensors."""
     kind = types.get(slot, ArgumentType.TENSOR)
     return ArgumentType.TENSOR if path or kind.container else kind
-
-
-def _check_argument(
-    argument: Argument, parts: Sequence[str], left_out: Collection[str], signature: Signature
-) -> None:
-    """Raise if the inputs of an argument in this batch do not make it up; `parts` are all."""
-    if argument.required and not argument.nullable and set(parts) <= set(left_out):
-        reason = f"; {join_names(left_out)} cannot be optional" if left_out else ""
-        raise BindingError(
-            f"no input feeds {signature.name}()'s argument {argument.name}{reason}",
-            expected=f"inputs for {signature}",
-            cure="Add them to config.pbtxt, or give the arguments defaults.",
-        )
 
 
 def _builder(

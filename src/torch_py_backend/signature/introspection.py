@@ -190,10 +190,7 @@ def from_tree(
         # A tensor in a container has the name of its key, if that is not ambiguous.
         is_name = keys.count(key) == 1 and not key.isdecimal() and key not in own.values()
         name = own.get(leaf, key if is_name else leaf)
-        kind = Passing.POSITIONAL_ONLY
-        arguments.append(
-            Argument(name, required=True, passing=kind, type=ArgumentType.TENSOR, text=name)
-        )
+        arguments.append(Argument(name, passing=Passing.POSITIONAL_ONLY))
 
     def unflatten(columns: Sequence[object]) -> tuple[Sequence[object], Mapping[str, object]]:
         remaining = iter(columns)
@@ -207,8 +204,5 @@ def from_tree(
 
 def path_key(key: object) -> int | str:
     """Return a step of a pytree path as an index or a key."""
-    if isinstance(key, pytree.SequenceKey):
-        return key.idx
-    if isinstance(key, pytree.MappingKey):
-        return key.key if isinstance(key.key, int) else str(key.key)
-    return str(getattr(key, "name", key))
+    step = getattr(key, "idx", getattr(key, "key", getattr(key, "name", key)))
+    return step if isinstance(step, int) else str(step)

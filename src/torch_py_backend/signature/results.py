@@ -46,23 +46,22 @@ def bind_outputs(
         BindingError: a name matches no leaf, or there are more names than leaves.
     """
     leaves = list(_leaves(result))
-    fields = list(_labels(result).values())
+    fields = [name for name in (_parts(result) or {}).values() if name]
     aliases = {name: index for index, name in enumerate(leaf_names(result)) if name in fields}
     for index, keys in enumerate(leaves):
         aliases.setdefault(path_text("RESULT", keys), index)
     indices = [aliases.get(name, ordinal(name)) for name in names]
     unknown = indices.count(None)
+    in_order = unknown > 0
     if fields:
-        problem = f"are not among the result's {join_names(fields)}"
         in_order = fields_optional and isinstance(result, tuple) and unknown == len(names)
-    else:
-        problem = "are not all numbers (OUTPUT__0, OUTPUT__1, …)"
-        in_order = unknown > 0
-    named = any(is_path(name) or name in fields for name in names)
-    if in_order and not named and len(names) <= len(leaves):
+    if in_order and not any(is_path(name) or name in fields for name in names):
         if fields or unknown < len(names):
-            warning = "the output names %s %s; they are taken in the result's order."
-            log.warning(warning, ", ".join(names), problem)
+            log.warning(
+                "the output names %s are neither all numbers (OUTPUT__0, OUTPUT__1, …) nor fields"
+                " of the result; they are taken in the result's order.",
+                ", ".join(names),
+            )
         indices = list(range(len(names)))
     bound = {index: leaves[index] for index in indices if index is not None and index < len(leaves)}
     if len(bound) < len(names):
@@ -95,36 +94,30 @@ def _values(keys: Keys, result: Mapping[Any, object]) -> Sequence[object]:
 
 def leaf_names(result: object) -> list[str]:
     """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
-    tops = {(key,): label for key, label in _labels(result).items()}
-    return [tops.get(keys, f"OUTPUT__{number}") for number, keys in enumerate(_leaves(result))]
-
-
-def _labels(result: object) -> dict[Any, str]:
-    """Return the keys or fields of a result as names, by what selects them."""
-    if isinstance(result, tuple | list):
-        # The fields of a named tuple, or of a return type such as that of torch.max.
-        return dict(enumerate(getattr(result, "_fields", getattr(result, "__match_args__", ()))))
-    return {key: str(key) for key in _keys(result) or ()}
+    fields = {(key,): name for key, name in (_parts(result) or {}).items() if name}
+    return [fields.get(keys, f"OUTPUT__{number}") for number, keys in enumerate(_leaves(result))]
 
 
 def _leaves(value: object, path: Keys = ()) -> Iterator[Keys]:
     """Yield the keys of each leaf in the result's order; a list of strings is one leaf."""
-    keys = _keys(value)
-    if keys is None:
+    parts = _parts(value)
+    if parts is None:
         yield path
         return
-    for key in keys:
+    for key in parts:
         yield from _leaves(_part(value, (key,)), (*path, key))
 
 
-def _keys(value: object) -> list[Any] | None:
-    """Return the keys, fields or indices of the parts of a value; None: it is a leaf."""
+def _parts(value: object) -> dict[Any, str] | None:
+    """Return the names of a value's parts by what selects them, "" for none; None: it is a leaf."""
     if isinstance(value, Mapping):
-        return list(value)
+        return {key: str(key) for key in value}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [field.name for field in dataclasses.fields(value)]
+        return {field.name: field.name for field in dataclasses.fields(value)}
     if isinstance(value, tuple | list) and not _is_strings(value):
-        return list(range(len(value)))
+        # The fields of a named tuple, or of a return type such as that of torch.max.
+        fields = getattr(value, "_fields", getattr(value, "__match_args__", ()))
+        return dict(enumerate(fields or [""] * len(value)))
     return None
 
 
