@@ -27,7 +27,7 @@ from benchmarks import clients
 from benchmarks.clients import Endpoint
 from benchmarks.models import MODELS
 from torch_py_backend.errors import ToolError, summarize
-from torch_py_backend.server.ports import choose_ports
+from torch_py_backend.server.tritonserver import choose_ports
 
 ROOT = Path(__file__).parents[1]
 _PEERS = Path(__file__).parent / "peers"

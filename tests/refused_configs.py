@@ -23,7 +23,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "negative_batch": (_input("dims: [ 4 ]", rows=-1), "max_batch_size is -1"),
     "versions": (
         f"{VALID}version_policy {{ specific {{ versions: [ 7 ] }} }}",
-        "the model folder has none of the versions that version_policy names",
+        "the model folder has no version that is served; expected a folder named 7",
     ),
 }
 

@@ -89,7 +89,7 @@ def hugging_face_hub(files: Mapping[str, bytes]) -> Iterator[str]:
             status, headers = 200, {"X-Repo-Commit": _COMMIT}
             if path == f"{api}/tree/{_COMMIT}":
                 body = json.dumps([_tree_entry(name, files[name]) for name in files]).encode()
-            elif path in (api, f"{api}/revision/{_COMMIT}"):
+            elif path in (api, f"{api}/revision/main", f"{api}/revision/{_COMMIT}"):
                 body = json.dumps({"id": "organization/net", "sha": _COMMIT}).encode()
             elif path.startswith(resolve) and path.removeprefix(resolve) in files:
                 body = files[path.removeprefix(resolve)]

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import sys
 
-_SERVE = ("grpc", "psutil", "rich", "tritonclient", "typer")
-
 
 def main() -> None:
-    """Run the command line; exit with one sentence where its packages are not installed."""
+    """Run the command line; exit with one sentence where a package is not installed."""
     try:
-        from torch_py_backend.cli import app  # noqa: PLC0415  may be missing
+        from torch_py_backend.cli import app  # noqa: PLC0415  needs packages of an extra
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _SERVE:
-            raise
-        sys.exit(
-            f"torch-py-backend: the command line needs the package {package}, which is not"
-            " installed. pip install 'torch-py-backend[serve]'"
-        )
+        sys.exit(f"the command line needs {error.name}: pip install 'torch-py-backend[serve]'.")
     app()
 
 

@@ -119,11 +119,11 @@ class LocalServer:
             raise ToolError("the server runs already; stop it first.")
         path = remote_repository.local(self.repository, self._cache, _report)
         serving = Serving(path, _report, **self._options)
-        serving.server.log = tritonserver.create_log()
+        log = serving.server.log = tritonserver.create_log()
         started: Future[None] = Future()
         self._ended.clear()
         # Not this thread, which may end: tritonserver ends with the one that starts it.
-        self._thread = threading.Thread(target=self._run, args=(serving, started), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(serving, log, started), daemon=True)
         self._thread.start()
         atexit.register(self.stop)
         try:
@@ -131,10 +131,9 @@ class LocalServer:
         except BaseException:
             self.stop()
             raise
-        self._serving = serving
-        self.http_address = serving.server.http_address
-        self.grpc_address = serving.server.grpc_address
-        self.metrics_address = serving.server.metrics_address
+        self._serving, server = serving, serving.server
+        self.http_address, self.grpc_address = server.http_address, server.grpc_address
+        self.metrics_address = server.metrics_address
         _report(f"serving on {self.url} and grpc://{self.grpc_address}")
 
     def stop(self) -> None:
@@ -149,9 +148,8 @@ class LocalServer:
         self._thread = None
         atexit.unregister(self.stop)
 
-    def _run(self, serving: Serving, started: Future[None]) -> None:
+    def _run(self, serving: Serving, log: Path, started: Future[None]) -> None:
         """Run the server until `stop`; set the result when every model is READY."""
-        server = serving.server
         deadline = time.monotonic() + self._timeout
 
         def announce() -> None:
@@ -165,22 +163,20 @@ class LocalServer:
                 raise ToolError(f"the models were not loaded within {self._timeout:g} seconds.")
             return self._ended.is_set()
 
-        keeps_log = False
         try:
             # What instances write into their temporary folder is removed with them.
             with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
-                server.variables["TMPDIR"] = folder
+                serving.server.variables["TMPDIR"] = folder
                 if serving.run(announce, is_over) is not None:
-                    raise ToolError(f"tritonserver has ended; its log says why{server.log_name}.")
+                    raise ToolError(f"tritonserver has ended; its log says why: {log}.")
+            log.unlink()
         except Exception as error:
-            keeps_log = server.log_name in str(error)
+            if str(log) not in str(error):
+                log.unlink()
             if started.done():
                 _LOGGER.exception("the server has ended.")
             else:
                 started.set_exception(error)
-        finally:
-            if server.log and not keeps_log:
-                server.log.unlink()
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -250,9 +246,11 @@ class LocalServer:
             )
             while not has_ended:
                 result, error = answers.get()
-                has_ended = error is not None or _is_last(result)
+                has_ended = True
                 if error is not None:
                     raise error
+                parameters = result.get_response().parameters
+                has_ended = parameters["triton_final_response"].bool_param
                 if outputs := _outputs(result):
                     yield outputs
         finally:
@@ -265,17 +263,12 @@ class LocalServer:
         metadata = self.client.get_model_metadata(model, version)
         tensors = {tensor.name: tensor for tensor in metadata.inputs}
         with about(model):
-            if not isinstance(inputs, Mapping):
-                if len(tensors) != 1:
-                    raise InputError(
-                        f"one value was given for the inputs {join_names(tensors)}",
-                        expected="a dict of values by input name",
-                    )
+            if not isinstance(inputs, Mapping) and len(tensors) == 1:
                 inputs = dict.fromkeys(tensors, inputs)
-            if unknown := inputs.keys() - tensors.keys():
+            if not isinstance(inputs, Mapping) or inputs.keys() - tensors.keys():
                 raise InputError(
-                    f"it has no input {join_names(sorted(unknown))}",
-                    expected=f"names among {join_names(tensors)}",
+                    "the request does not name the model's inputs",
+                    expected=f"a dict of values by the names {join_names(tensors)}",
                 )
             return [_input(tensors[name], value) for name, value in inputs.items()]
 
@@ -300,10 +293,6 @@ def _report(line: str | Event) -> None:
 def _outputs(result: Any) -> dict[str, NDArray[Any]]:
     names = [output.name for output in result.get_response().outputs]
     return {name: result.as_numpy(name).copy() for name in names}  # they are read-only
-
-
-def _is_last(result: Any) -> bool:
-    return bool(result.get_response().parameters["triton_final_response"].bool_param)
 
 
 def _input(tensor: Any, value: Any) -> Any:

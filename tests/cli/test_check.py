@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import command_line
@@ -15,9 +20,12 @@ import scenarios
 import typer
 from command_line import run, tree
 
-from torch_py_backend.cli.check import check
+from torch_py_backend.config import pbtxt
+from torch_py_backend.errors import ConfigError
 from torch_py_backend.processes import child_process
-from torch_py_backend.server import preflight
+
+# `cli.check` is the command; other functions are in the module of the same name.
+check = importlib.import_module("torch_py_backend.cli.check")
 
 _NEGATE = models.source(models.Negate)
 _COMPLETE = scenarios.x_to_y()
@@ -109,27 +117,24 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
     done = run("check", "--json", "repository", cwd=tmp_path)
     assert done.returncode == 1, done.stderr[-2000:]
     report = json.loads(done.stdout)
-    assert report["environment"] == list(preflight.machine_problems())
+    assert report["environment"] == list(check.machine_problems())
     reports = {model["model"]: model for model in report["models"]}
     assert list(reports) == sorted(_MODELS.keys() - {"good", "raises"})
     served = [name for name, model in reports.items() if "error" not in model]
     assert served == ["gaps [red] ü", "noisy", "other"]
     assert reports["other"] == {"model": "other", "skipped": "python"}
-    # Also a model that prints, closes streams or forks is served; a completed config is noted.
-    for name, output, notes in (
-        ("noisy", "y FP32 [4]", []),
-        ("gaps [red] ü", "OUTPUT__0 FP32 [4]", ["config.pbtxt leaves out inputs or outputs"]),
-    ):
+    # Also a model that prints, closes streams or forks is served.
+    for name, output in (("noisy", "y FP32 [4]"), ("gaps [red] ü", "OUTPUT__0 FP32 [4]")):
         model = reports[name]
         assert model["version"] == "1"
         assert model["artifact"] == "model.py: Python source and weights"
         assert model["inputs"] == ["x FP32 [4] → x"]
         assert model["outputs"] == [output]
         assert (model["max_batch_size"], model["options"], model["warnings"]) == (8, {}, [])
-        assert [note.partition(";")[0] for note in model["notes"]] == notes
+        assert model["notes"] == []
     assert reports["broken_config"]["notes"] == []
     for name, says in {
-        "misspelt": "Did you mean pytorch_py?",
+        "misspelt": "the backend 'pytorch-py'; expected the line backend: \"pytorch_py\"",
         "broken_config": "config.pbtxt cannot be read: 2:",
         "broken_source": "model.py fails at line 1: SyntaxError",
         "exits": "trying the model ended the process with exit code 7",
@@ -167,10 +172,10 @@ def test_printed_lines(
 
     The last line counts the models and the machine's problems.
     """
-    monkeypatch.setattr(preflight, "machine_problems", lambda: ["It is too small."])
+    monkeypatch.setattr(check, "machine_problems", lambda: ["It is too small."])
     _lay_out(tmp_path, "broken_config", "gaps [red] ü", "other")
     with pytest.raises(typer.Exit) as end:
-        check(tmp_path, timeout=120.0)
+        check.check(tmp_path, timeout=120.0)
     assert end.value.exit_code == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("FAILED  model 'broken_config': ")
@@ -186,7 +191,7 @@ def test_printed_lines(
 def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
     """A model folder may be checked itself, in the version that is served; it does not change.
 
-    Samples of model_warmup are noted: tritonserver 24.10 may die of one that fails.
+    Notes: tritonserver 24.10 may die of a sample of model_warmup; an environment is not used here.
     """
     _lay_out(tmp_path, "good")
     (tmp_path / "good" / "2").mkdir()
@@ -194,11 +199,14 @@ def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
     with (tmp_path / "good" / "config.pbtxt").open("a") as config:
         config.write("version_policy { specific { versions: 1 } }\n")
         config.write(f'model_warmup [ {{ name: "zeros" {sample} }} ]\n')
+        value = 'value { string_value: "/env.tar.gz" }'
+        config.write(f'parameters {{ key: "EXECUTION_ENV_PATH" {value} }}\n')
     before = tree(tmp_path)
     done = run("check", ".", cwd=tmp_path / "good")
     assert done.stdout.startswith("OK      good 1\n")
     assert "note     remove model_warmup" in done.stdout
-    assert done.returncode == int(bool(list(preflight.machine_problems())))
+    assert "note     EXECUTION_ENV_PATH names an environment" in done.stdout
+    assert done.returncode == int(bool(list(check.machine_problems())))
     assert tree(tmp_path) == before
 
 
@@ -209,3 +217,48 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     done = run("check", "--json", str(tmp_path))
     assert done.returncode == 1
     assert "holds no models" in json.loads(done.stdout)["environment"][-1]
+
+
+def test_machine_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each problem is one sentence with its cure."""
+    size = SimpleNamespace(total=256 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: size)
+    assert list(check.machine_problems()) == []
+    size.total -= 1
+    monkeypatch.setattr(sys, "executable", "/none/python")
+    python, memory = check.machine_problems()
+    assert "Run from a virtual environment" in python
+    assert re.search("has 255 MB.*--shm-size", memory)
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "says"),
+    [
+        ('backend: "pytorch_py"', "", ""),
+        ('backend: "pytorch"', "", ""),
+        ('platform: "pytorch_libtorch"', "", ""),
+        ('platform: "torch_aoti"', "", ""),
+        ('backend: "python"', "python", ""),
+        ('backend: "my_pytorch"', "my_pytorch", ""),
+        ('platform: "ensemble"', "ensemble", ""),
+        *(
+            (f'backend: "{name}"', None, f"has the backend '{name}'; expected the line")
+            for name in ("PyTorch-Py", "pytroch", "torch-py-backend", "pytorch_libtroch")
+        ),
+        ('name: "digits"', None, 'no backend; expected the line backend: "pytorch_py"'),
+        (None, None, 'no backend; expected the line backend: "pytorch_py"'),
+    ],
+)
+def test_backend(text: str | None, other: str | None, says: str, tmp_path: Path) -> None:
+    """A model is served by this backend, or by the one that its config names.
+
+    A misspelt or missing backend is refused, with what to write instead.
+    """
+    if text is not None:
+        (tmp_path / "config.pbtxt").write_text(text)
+    document = pbtxt.read(tmp_path)
+    if other is not None:
+        assert check._other_backend(document) == other
+        return
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check._other_backend(document)

@@ -28,9 +28,8 @@ def test_without_the_packages_of_the_command_line(package: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert f"the package {package}, which is not installed" in done.stderr
-    assert "pip install 'torch-py-backend[serve]'" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"the command line needs {package}")
+    assert done.stderr.endswith(": pip install 'torch-py-backend[serve]'.\n")
 
 
 # --- install ---------------------------------------------------------------------------------
@@ -51,33 +50,31 @@ def test_install(tmp_path: Path) -> None:
     assert run("install", option, "--uninstall").stdout == f"removed {folder / 'pytorch_py'}\n"
     assert [path.name for path in folder.iterdir()] == ["python"]
     done = run("install", option, "--uninstall")
-    assert (done.returncode, "nothing to remove" in done.stdout) == (0, True)
+    assert (done.returncode, "there is no" in done.stdout) == (0, True)
 
 
 @pytest.mark.parametrize(
-    ("script", "says"),
+    ("script", "missing"),
     [
-        (f'exec {sys.executable} "$@"', []),
-        (
-            "echo numpy",
-            ["has no torch; run PYTHON -m pip install torch.", "has no safetensors; run"],
-        ),
-        (None, ["there is no python3 on PATH; Triton's stub runs it."]),
+        (f'exec {sys.executable} "$@"', ""),
+        ("echo numpy", "torch, safetensors"),
+        (None, "torch, numpy, safetensors"),
     ],
 )
 def test_install_checks_python(
-    script: str | None, says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str | None, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The packages that Triton's stub will not find are named, each in a line."""
+    """The packages that Triton's stub will not find are named."""
     monkeypatch.setenv("PATH", str(tmp_path))
     python = tmp_path / "python3"
     if script is not None:
         python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(0o755)
     done = run("install", f"--backend-dir={tmp_path}")
-    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning ")]
-    for line, text in zip(warnings, says, strict=True):
-        assert text.replace("PYTHON", str(python)) in line
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    assert [f"stub runs, has no {missing}; install" in line for line in warnings] == [True] * bool(
+        missing
+    )
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -89,9 +86,12 @@ def test_install_checks_python(
         ("serve /no/such/repository", "/no/such/repository is not a folder"),
         ("serve models/net", "models/net is a model; expected the repository that holds it: "),
         ("serve empty", "empty holds no models; expected folders with a config.pbtxt."),
-        ("serve . --tritonserver=/no/server", "/no/server is not a file"),
+        ("serve . --tritonserver=/no/server", "there is no /no/server; expected a tritonserver"),
         ("serve models -- --load-model=m", "has no model 'm'; its models: net"),
-        ("serve models -- --http-port=80", "--http-port was given after --, and `serve` itself"),
+        (
+            "serve models -- --http-port=80",
+            "given after --, and `serve` sets it itself",
+        ),
         ("serve models --restrict=traces", "'traces' is not one of Triton's endpoints: health"),
         ("install --backend-dir=/no/backends", "/no/backends is not a folder; expected the"),
         ("check /dev/null", "/dev/null is not a folder"),

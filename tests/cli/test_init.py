@@ -138,7 +138,7 @@ def test_init_of_weights(tmp_path: Path) -> None:
     text = "there is no weights file beside model.py"
     refuse(text, "init", "net.py", _INPUT, "--force", cwd=tmp_path)
     torch.save(models.Affine().state_dict(), tmp_path / "net.pt")
-    refuse("or replace it with --force", "init", "net.py", _INPUT, cwd=tmp_path)
+    refuse("--force (in Python", "init", "net.py", _INPUT, cwd=tmp_path)
     _init(tmp_path, "net.py", _INPUT, "--force")
     assert {path.name for path in tmp_path.iterdir()} == {"net", "net.pt", "net.py"}
 
@@ -288,8 +288,7 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
     [
         ({}, ["--input=x"], "--input is 'x'; expected NAME:TYPE:DIMS such as x:FP32:3x224"),
         ({}, ["--input=x:FLOAT:3"], "with one of the types BOOL"),
-        ({}, ["--input=x:FP32:3", "--example=net.py"], "give one of them"),
-        ({}, ["--example=none"], "--example is none; expected a file of safetensors"),
+        ({}, ["--example=none"], "/none"),
         ({}, ["--repository=/dev/null/models"], "/dev/null"),
         *(({}, [f"--name={name}"], f"the model's name is '{name}'") for name in _BAD_NAMES),
         ({"w.safetensors": _WEIGHTS}, [], "is safetensors: weights without code"),
@@ -302,7 +301,7 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
         # the path is taken, and --force replaces only a model folder as `init` makes it
         ({"net/": b""}, [], "net exists already"),
         ({"net -> /no/such": b""}, [], "net exists already"),
-        ({"net/notes.txt": b""}, ["--force"], "is not a model folder"),
+        ({"net/notes.txt": b""}, ["--force"], "replaces a model folder that has the version 1"),
         ({"net/config.pbtxt": b"", "net/2/model.py": b""}, ["--force"], "the version 1 alone"),
         # archives of TorchServe
         ({"net.mar": _mar(handler="my_handler.py")}, [], "class Hooks in hooks.py"),

@@ -101,7 +101,7 @@ def test_choice(write: bool, is_set: bool, tmp_path: Path) -> None:
     line = _SETTING.format("OPTIMIZE", "freeze")
     assert line in done.stdout
     assert (model / "config.pbtxt").read_text() == text + line * (write and not is_set)
-    by_hand = "set already, to be replaced or removed by hand: OPTIMIZE"
+    by_hand = "config.pbtxt, which has OPTIMIZE:\n"
     assert (by_hand in done.stdout) == is_set
 
 

@@ -48,14 +48,14 @@ def test_versions(tmp_path: Path) -> None:
         tmp_path / "digits", "10/", "9/", "2/model.pt", "0/", "-3/", "x/", "1.5/", "3"
     )
     assert repository.versions(folder) == ["2", "9", "10"]
-    assert repository.latest(folder) == "10"
+    assert repository.latest(folder, {}) == "10"
 
 
 def test_latest_of_no_model(tmp_path: Path) -> None:
     """A model without versions is rejected."""
     folder = _lay_out(tmp_path, "config.pbtxt", "0/", "1")
-    with pytest.raises(ConfigError, match=r"no versions; expected a folder .*1"):
-        repository.latest(folder)
+    with pytest.raises(ConfigError, match=r"no version .*; expected a folder .*1"):
+        repository.latest(folder, {})
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

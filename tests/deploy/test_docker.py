@@ -25,8 +25,8 @@ import serving
 import yaml
 from tritonclient import grpc
 
-from torch_py_backend.server import server_arguments, triton_installation, tritonserver
-from torch_py_backend.server.ports import choose_ports
+from torch_py_backend.server import installation, server_arguments, tritonserver
+from torch_py_backend.server.tritonserver import choose_ports
 
 _ROOT = Path(__file__).parents[2]
 _COMPOSE = _ROOT / "docker" / "compose.yaml"
@@ -129,7 +129,7 @@ class Image:
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     """The image after the Dockerfile's last step."""
     root = tmp_path_factory.mktemp("image")
-    triton = triton_installation.find()
+    triton = installation.find()
     base = root / "opt" / "tritonserver"
     _lay_out_base(triton, base)
     python = packed.make(root / "python")
@@ -151,7 +151,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     return image
 
 
-def _lay_out_base(triton: triton_installation.TritonInstallation, base: Path) -> None:
+def _lay_out_base(triton: installation.TritonInstallation, base: Path) -> None:
     """Lay out what NVIDIA's image has in /opt/tritonserver: bin, lib, and its Python backend."""
     python = base / "backends" / "python"
     shutil.copytree(triton.python_backend, python)

@@ -31,9 +31,9 @@ pytestmark = [
 ]
 
 try:
-    from torch_py_backend.server import triton_installation
+    from torch_py_backend.server import installation
 
-    triton_installation.find()
+    installation.find()
     import grpc_streams
     import streamed
     import tritonclient.grpc

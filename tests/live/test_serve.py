@@ -21,7 +21,7 @@ import tritonclient.grpc
 import tritonclient.http
 
 import torch_py_backend
-from torch_py_backend.server import triton_installation
+from torch_py_backend.server import installation
 
 # Configs of models that Triton itself refuses.
 _REFUSED = {
@@ -194,7 +194,7 @@ def test_response_cache(repository: Path) -> None:
 
 
 @pytest.mark.skipif(
-    "pytriton" not in triton_installation.find().executable.parts,
+    "pytriton" not in installation.find().executable.parts,
     reason="a fault of servers up to 24.10; newer ones serve models with numpy 2",
 )
 def test_numpy_too_new_for_the_stub(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_client(server: LocalServer) -> None:
 @pytest.mark.parametrize(
     ("model", "inputs", "error", "says"),
     [
-        ("module", {"z": [1.0]}, InputError, "it has no input z; expected names among x"),
-        ("half", [[1.0]], InputError, "one value was given for the inputs x, factor; expected a"),
+        ("module", {"z": [1.0]}, InputError, "expected a dict of values by the names x"),
+        ("half", [[1.0]], InputError, "expected a dict of values by the names x, factor"),
         ("texts", "one", InferenceServerException, "input 'text' has no shape"),
         ("module", [[1.0, 2.0]], InferenceServerException, "unexpected shape for input 'x'"),
         ("nothing", [[1.0]], InferenceServerException, "'nothing'"),

@@ -26,7 +26,6 @@ from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import LoadError, SaveError, ToolError
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading.discovery import ArtifactType
-from torch_py_backend.model_folders import trial
 from torch_py_backend.processes import child_process
 from torch_py_backend.saving import image_hooks
 
@@ -226,8 +225,7 @@ def test_package_of_aotinductor(
     files = {path.name for path in (folder / "1").iterdir()}
     assert files == {"model.pt2", "example_inputs.safetensors"}
     assert _tensors(document, "input") == {"x": [dims]}
-    version, document = trial.read(folder)
-    config = model_config.parse(pbtxt.arguments(folder, version, document))
+    config = model_config.parse(pbtxt.arguments(folder, "1", pbtxt.read(folder)))
     loaded = registry.load(discovery.find(config), config, torch.device("cpu"))
     assert loaded.kind is ArtifactType.AOTI
     assert loaded.rows.least == rows

@@ -30,16 +30,15 @@ def test_both_spellings() -> None:
     [
         ("--exit-timeout-secs=soon", "--exit-timeout-secs: invalid int"),
         ("--load-model", "expected one argument"),
-        ("--model-control-mode=poll", "`serve` loads the models itself; remove it"),
-        ("--model-repository=/none", "name it before --"),
-        ("--http-restricted-api=trace:k=v", "`serve` needs the key; use --restrict"),
-        *((f"--{name}", "`serve` itself uses") for name in ("http-port=1", "allow-grpc=false")),
+        ("--model-control-mode=poll", "--model-control-mode was .* `serve` sets it itself"),
+        ("--http-restricted-api=trace:k=v", "api was .* `serve` sets it itself"),
+        ("--http-port 1", "port was .* `serve` sets it itself"),
     ],
 )
 def test_refused_arguments(argument: str, says: str) -> None:
     """What `serve` itself uses cannot be taken from it: it would wait for it forever."""
     with pytest.raises(ToolError, match=says):
-        server_arguments.parse([argument])
+        server_arguments.parse(argument.split())
 
 
 def test_restrictions() -> None:

@@ -50,21 +50,16 @@ for _command in (serve, init, check, tune, install):
     commands.command()(_command)
 
 
-def _refuse_removed_names() -> None:
-    advice = removed_names.advice_for_command(sys.argv[1:])
-    if advice:
-        raise ToolError(advice)
-
-
 def app() -> None:
-    """Run the command line; print a BackendError as one line, with exit code 1."""
+    """Run the command line; print an error as one line, with exit code 1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of models in any encoding
     try:
-        _refuse_removed_names()
+        if advice := removed_names.advice_for_command(sys.argv[1:]):
+            raise ToolError(advice)
         commands()
-    except BackendError as error:
+    except (BackendError, OSError) as error:
         Console(stderr=True, soft_wrap=True, emoji=False).print(
             f"[bold red]error:[/] {escape(str(error))}", highlight=False
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import shutil
+import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +15,21 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from torch_py_backend.autocomplete import completion
-from torch_py_backend.config import pbtxt, repository
-from torch_py_backend.errors import BackendError, ToolError, named
-from torch_py_backend.model_folders import trial
-from torch_py_backend.server import preflight
+from torch_py_backend.config import execution_env, pbtxt, repository
+from torch_py_backend.config.pbtxt import Document
+from torch_py_backend.errors import BackendError, ConfigError, ToolError, named
+from torch_py_backend.model_folders import creation
+from torch_py_backend.processes import child_process
+from torch_py_backend.server import installation
 
 _COLORS = {"OK": "green", "FAILED": "red", "SKIPPED": "yellow", "PROBLEM": "red"}
+# Each instance needs a region of 1 MB, and more for larger tensors.
+_SHARED_MEMORY_BYTES = 256 << 20
+# What a config names for this backend: `pytorch` if it is installed under that name, or the
+# platforms of LibTorch.
+_BACKENDS = ("pytorch_py", "pytorch", "pytorch_libtorch", "torch_aoti")
+# The similarity of a misspelling; "python" and "my_pytorch" are less similar.
+_SIMILARITY = 0.85
 
 
 def check(
@@ -42,7 +53,7 @@ def check(
             reports.append(_check_model(folder, timeout, traceback=traceback))
             if not as_json:
                 print_model(console, reports[-1])
-    problems = list(preflight.machine_problems())
+    problems = list(machine_problems())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
     outcomes = Counter([*map(_outcome, reports), *("PROBLEM" for _ in problems)])
@@ -55,24 +66,58 @@ def check(
     raise typer.Exit(1 if outcomes["FAILED"] or outcomes["PROBLEM"] else 0)
 
 
+def machine_problems() -> Iterator[str]:
+    """Yield the problems of this machine, one sentence each, with their cure."""
+    try:
+        installation.environment(installation.find())
+    except ToolError as error:
+        yield str(error)
+    size = shutil.disk_usage("/dev/shm").total  # noqa: S108  Triton's regions
+    if size < _SHARED_MEMORY_BYTES:
+        yield (
+            f"the shared memory has {size >> 20} MB, and tensors pass through it; give the"
+            " container more (--shm-size=1g)."
+        )
+
+
 def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
     """Load a model in a child process, and return what `check --json` prints for it."""
-    notes = list(preflight.folder_problems(folder))
+    notes = []
     try:
         document = pbtxt.read(folder)
-        other = preflight.other_backend(folder, document)
-        if other:
+        if other := _other_backend(document):
             return {"model": folder.name, "skipped": other}
+        if execution_env.environment_path(document):
+            notes.append(
+                f"{execution_env.KEY} names an environment; here the model is tried without it,"
+                f" with the packages of {sys.prefix}."
+            )
         if document["model_warmup"]:
             notes.append("remove model_warmup: tritonserver 24.10 may end if a sample of it fails.")
-        if completion.is_incomplete(document):
-            notes.append("config.pbtxt leaves out inputs or outputs; they come from the model.")
-        version, document = trial.read(folder)
-        report = trial.inspect(folder, version, document, seconds=timeout)
-    except BackendError as error:
-        report = {"model": folder.name, "error": named(folder.name, error), "notes": notes}
-        return report | ({"traceback": error.traceback} if traceback else {})
+        version = repository.latest(folder, document)
+        arguments = {"arguments": pbtxt.arguments(folder, version, document)}
+        report = child_process.run(creation.INSPECT, arguments, timeout)
+    except (BackendError, OSError) as error:
+        known = error if isinstance(error, BackendError) else ConfigError(str(error))
+        report = {"model": folder.name, "error": named(folder.name, known), "notes": notes}
+        return report | ({"traceback": known.traceback} if traceback else {})
     return {"model": folder.name, "version": version, "notes": notes, **report}
+
+
+def _other_backend(document: Document) -> str:
+    """Return the other backend or platform that a config names; empty for this backend.
+
+    Raises:
+        ConfigError: the config names neither, or a misspelling of this backend.
+    """
+    name = document["backend"] or document["platform"]
+    if name in _BACKENDS:
+        return ""
+    known = (*_BACKENDS, "torch_py_backend")  # the package's name
+    if not name or difflib.get_close_matches(name.lower(), known, cutoff=_SIMILARITY):
+        found = f"config.pbtxt has the backend '{name}'" if name else "config.pbtxt has no backend"
+        raise ConfigError(found, expected='the line backend: "pytorch_py"')
+    return str(name)
 
 
 def _outcome(report: Mapping[str, Any]) -> str:

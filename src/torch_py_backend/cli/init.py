@@ -58,10 +58,6 @@ def init(
     """Make a model folder from an artifact, if the model loads and runs."""
     if not model_file.exists():
         raise ToolError(f"{model_file} is not there; expected the model's file or folder.")
-    if example is not None and not example.is_file():
-        raise ToolError(f"--example is {example}; expected a file of safetensors.")
-    if example is not None and inputs:
-        raise ToolError("--input and --example both define the inputs; give one of them.")
     entries = [_parse_input(text) for text in inputs or ()]
     absolute = model_file.absolute()
     name = name or (absolute.name if absolute.is_dir() else absolute.stem)

@@ -15,29 +15,15 @@ import typer
 
 from torch_py_backend.model_folders import remote_repository
 from torch_py_backend.processes import procfs
-from torch_py_backend.server import (
-    cleanup,
-    server_arguments,
-    triton_installation,
-)
-from torch_py_backend.server import (
-    tritonserver as tritonservers,
-)
+from torch_py_backend.server import cleanup, installation, server_arguments
+from torch_py_backend.server import tritonserver as tritonservers
 from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.serving import Serving
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")]
-_COLOURS = {
-    "READY": "green",
-    "FAILED": "red",
-    "DOWN": "yellow",
-    "GIVEN UP": "red",
-    "RELEASED": "cyan",
-    "CHANGED": "cyan",
-    "WARNING": "yellow",
-}
+_COLORS = {"READY": "green", "FAILED": "red", "GIVEN UP": "red"}
 
 
 def serve(
@@ -51,12 +37,7 @@ def serve(
     http_port: _Port = 8000,
     grpc_port: _Port = 8001,
     metrics_port: _Port = 8002,
-    health_port: Annotated[
-        int,
-        typer.Option(
-            min=0, max=65535, help="Port of /live, /ready and /ready/MODEL; 0 takes a free port."
-        ),
-    ] = 8003,
+    health_port: _Port = 8003,
     address: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     restarts: Annotated[
         int,
@@ -121,7 +102,7 @@ def serve(
     # Removed, so that tritonserver and its instances do not inherit the key.
     key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
     restricted = server_arguments.endpoints(restrict)
-    triton_installation.find(tritonserver)  # before much is fetched
+    installation.find(tritonserver)  # before much is fetched
     serving = Serving(
         remote_repository.local(repository, cache, _note),
         lambda event: _say(format_event(event)),
@@ -137,8 +118,8 @@ def serve(
         allow_empty=allow_empty,
         reload=reload,
     )
-    if exposed := exposure_note(address, restricted):
-        _note(exposed)
+    if note := exposure_note(address, restricted):
+        _note(note)
     if not verbose:
         serving.server.log = tritonservers.create_log()
         _say(f"log     {serving.server.log} is Triton's log; --verbose prints it here")
@@ -192,5 +173,6 @@ def exposure_note(address: str, restricted: Sequence[str]) -> str:
 
 
 def format_event(event: Event) -> str:
-    """Return an event as one line, with a colour for its kind."""
-    return str(event).replace(event.kind, typer.style(event.kind, fg=_COLOURS[event.kind]), 1)
+    """Return an event as one line, with a color for its kind."""
+    color = _COLORS.get(event.kind, "yellow")
+    return str(event).replace(event.kind, typer.style(event.kind, fg=color), 1)

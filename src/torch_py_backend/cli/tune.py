@@ -10,13 +10,12 @@ import typer
 
 from torch_py_backend import files
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.config import pbtxt
+from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.errors import ToolError, about
-from torch_py_backend.model_folders import trial, tuning
-from torch_py_backend.model_folders.tuning import Row
+from torch_py_backend.model_folders import tuning
 
 _WIDE_SPREAD = 0.1
-# Title, field of a row and format of each column.
+# Title, figure and format of each column.
 _COLUMNS = (
     ("ms", "latency_ms", ".3g"),
     ("gain", "latency_gain", ".2f"),
@@ -41,12 +40,12 @@ def tune(
     ] = False,
 ) -> None:
     """Measure ways to run a model; print the options of the fastest one for config.pbtxt."""
-    if not model.is_dir():
-        raise ToolError(f"{model} is not a folder; expected a model's folder.")
     folder = model.resolve()
-    rows: list[Row] = []
+    if not folder.is_dir():
+        raise ToolError(f"{model} is not a folder; expected a model's folder.")
     with about(folder.name):
-        version, document = trial.read(folder)
+        document = pbtxt.read(folder)
+        version = repository.latest(folder, document)
         if document.get("model_transaction_policy", {}).get("decoupled"):
             raise ToolError(
                 "the model is decoupled; expected one with a response for each request."
@@ -56,28 +55,31 @@ def tune(
         full = max(1, document["max_batch_size"])
         typer.echo(f"ms: one row; rows/s: batches of {full} rows; one instance of each")
         _print_row("candidate", [title for title, _, _ in _COLUMNS])
+        rows = []
         for row in tuning.candidates(folder, version, document, timeout, reduced=reduced_precision):
             rows.append(row)
-            figures = [format(getattr(row, field), shown) for _, field, shown in _COLUMNS]
-            _print_row(row.title, [row.failure] if row.failure else figures)
-    if any(row.spread > _WIDE_SPREAD for row in rows):
+            figures = [format(row.figures[key], shown) for _, key, shown in _COLUMNS if row.figures]
+            _print_row(row.title, figures or [row.failure])
+    if any(row.figures.get("spread", 0) > _WIDE_SPREAD for row in rows):
         typer.echo("the rounds differ widely (±); measure again on a quiet machine")
     limit = tuning.MAX_ERROR_REDUCED if reduced_precision else tuning.MAX_ERROR
     choice = tuning.best(rows[1:], limit)
     if choice is None:
         typer.echo("nothing is faster than the model as configured; config.pbtxt is as it was")
         return
-    gain = f"{choice.latency_gain:.2f} in latency, {choice.throughput_gain:.2f} in rows/s"
-    typer.echo(f"fastest: {choice.title} ({gain})")
-    is_set = [key for key in tuning.TUNED if key in document["parameters"]]
-    lines = [pbtxt.parameter(key, text) for key, text in choice.parameters.items()]
-    if write and not is_set:
+    latency, throughput = choice.figures["latency_gain"], choice.figures["throughput_gain"]
+    typer.echo(f"fastest: {choice.title} ({latency:.2f} in latency, {throughput:.2f} in rows/s)")
+    lines = pbtxt.lines("parameters", pbtxt.parameters(choice.parameters))
+    config = (folder / "config.pbtxt").resolve()
+    if is_set := [key for key in tuning.TUNED if key in document["parameters"]]:
+        done = f"to be set by hand in {config}, which has {', '.join(is_set)}"
+    elif write:
+        done = f"appended to {config}"
         text = "\n".join([pbtxt.text(folder).rstrip(), *lines, ""])
-        files.replace((folder / "config.pbtxt").resolve(), text.encode())
-    done = "appended to" if write and not is_set else "for"
-    typer.echo("\n".join([f"{done} {folder / 'config.pbtxt'}:", *lines]))
-    if is_set:
-        typer.echo(f"set already, to be replaced or removed by hand: {', '.join(is_set)}")
+        files.replace(config, text.encode())
+    else:
+        done = f"for {config}"
+    typer.echo("\n".join([f"{done}:", *lines]))
 
 
 def _print_row(title: str, columns: Sequence[str]) -> None:

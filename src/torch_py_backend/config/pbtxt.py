@@ -48,14 +48,17 @@ def read(folder: Path) -> JsonObject:
     return document
 
 
-def quote(value: str) -> str:
-    """Return a string of config.pbtxt. The escapes of JSON are protobuf's as well."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def parameter(key: str, value: str) -> str:
-    """Return the line of config.pbtxt that sets a parameter."""
-    return f"parameters {{ key: {quote(key)} value {{ string_value: {quote(value)} }} }}"
+def lines(field: str, value: Any) -> list[str]:
+    """Return the lines of config.pbtxt for a field of a document: one for each entry."""
+    if value is None:
+        return []
+    protobuf, text_format, json_format = _protobuf()
+    parts: list[Any] = [[entry] for entry in value] if isinstance(value, list) else [value]
+    if field == "parameters":
+        parts = [{key: entry} for key, entry in value.items()]
+    messages = [json_format.ParseDict({field: part}, protobuf.ModelConfig()) for part in parts]
+    style = {"as_one_line": True, "as_utf8": True, "use_short_repeated_primitives": True}
+    return [text_format.MessageToString(message, **style) for message in messages]
 
 
 def parameters(options: Mapping[str, str]) -> JsonObject:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
+from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import ConfigError, ToolError, join_names
 
 
@@ -46,18 +47,17 @@ def versions(folder: Path) -> list[str]:
     return sorted((name for name in names if int(name) > 0), key=int)
 
 
-def latest(folder: Path, served: Collection[str] = ()) -> str:
-    """Return the newest version of a model, of those in `served`; empty: of all.
+def latest(folder: Path, document: Document) -> str:
+    """Return the newest version of a model that its config serves.
 
     Raises:
-        ConfigError: the model has no version.
+        ConfigError: the model has none of them.
     """
+    served = document.get("version_policy", {}).get("specific", {}).get("versions", ())
     numbers = [number for number in versions(folder) if not served or number in served]
     if not numbers:
         raise ConfigError(
-            "the model folder has none of the versions that version_policy names"
-            if served
-            else "the model folder has no versions",
+            "the model folder has no version that is served",
             expected=f"a folder named {join_names(served) or 1} with the model file in it",
         )
     return numbers[-1]

@@ -41,8 +41,8 @@ def find(path: Path, example: Path | None) -> ArtifactFiles:
         path: the model file, or a folder that `save_pretrained` wrote.
         example: a file with valid inputs; None: one beside the model file, if there is one.
     """
-    example_file = example or path.parent / EXAMPLE
-    extra = {EXAMPLE: example_file.absolute()} if example_file.is_file() else {}
+    beside = path.parent / EXAMPLE
+    extra = {EXAMPLE: (example or beside).absolute()} if example or beside.is_file() else {}
     if path.is_dir():
         return _pretrained(path, {} if example is None else extra)
     hooks = path.with_name(discovery.HOOKS)

@@ -14,12 +14,23 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ToolError
 from torch_py_backend.loading import discovery
-from torch_py_backend.model_folders import config_text, trial
 from torch_py_backend.model_folders.artifact_files import ArtifactFiles
+from torch_py_backend.processes import child_process
+
+INSPECT = "torch_py_backend.model_folders.inspection:inspect"
+# Further fields of the config that is written, with a comment for each.
+_COMMENTS = {
+    "dynamic_batching": "Requests that wait at the same time become one call.",
+    "input": "What a client sends; dims without the batch dimension, -1 is any size.",
+    "output": "What a client receives.",
+    "instance_group": "Copies of the model, each in a process of its own, or on every GPU.",
+    "parameters": "Options of the backend.",
+}
 
 
 def check_name(name: str) -> None:
@@ -67,8 +78,44 @@ def create(
         if discovery.is_cuda_package(folder / "1" / next(iter(artifact.files))):
             document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
         new = {"pretrained": artifact.pretrained_config, "settings": dict(settings)}
-        report = trial.inspect(folder, "1", document, new=new)
-        config_text.write(folder, report)
+        return write_config(folder, document, new=new)
+
+
+def write_config(folder: Path, document: Document, **more: object) -> JsonObject:
+    """Try the model of a folder in a child process, and write its config.pbtxt.
+
+    Args:
+        folder: the model folder, with the version 1.
+        document: the config, which may lack inputs and outputs.
+        more: further arguments of `inspection.inspect`, as JSON.
+
+    Returns:
+        The report of `inspection.inspect`.
+
+    Raises:
+        LoadError: the model cannot be served, or differs from the reference.
+    """
+    arguments = pbtxt.arguments(folder, "1", document)
+    report: JsonObject = child_process.run(
+        INSPECT, {"arguments": arguments, **more}, completion.LIMIT_S
+    )
+    config: JsonObject = report["config"]
+    if config["max_batch_size"]:
+        config.setdefault("dynamic_batching", {})
+    if config["instance_group"][0]["kind"] == "KIND_GPU":
+        config["parameters"] |= pbtxt.parameters({"FORCE_CPU_ONLY_INPUT_TENSORS": "no"})
+    description = report["artifact"].partition(": ")[2]
+    lines = [
+        f"# {config['name']}: {description}, served by PyTorch.",
+        'backend: "pytorch_py"',
+        "",
+        "# The largest number of rows in one call; 0: requests are not batched.",
+        f"max_batch_size: {config['max_batch_size']}",
+    ]
+    for field, comment in _COMMENTS.items():
+        if entries := pbtxt.lines(field, config.get(field)):
+            lines += ["", f"# {comment}", *entries]
+    (folder / "config.pbtxt").write_text("\n".join([*lines, ""]), encoding="utf-8")
     return report
 
 
@@ -83,8 +130,13 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
         ToolError: the folder cannot be written, or something exists there that is not replaced.
             With `force`, a model folder with the version 1 alone is.
     """
-    if os.path.lexists(target):
-        _refuse(target, force=force)
+    is_model = not target.is_symlink() and (target / "config.pbtxt").is_file()
+    is_replaced = force and is_model and repository.versions(target) in ([], ["1"])
+    if os.path.lexists(target) and not is_replaced:
+        raise ToolError(
+            f"{target} exists already; choose another name. --force (in Python: overwrite=True)"
+            " replaces a model folder that has the version 1 alone."
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".scratch-", dir=target.parent) as scratch:
@@ -95,18 +147,3 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
             folder.rename(target)
     except OSError as error:
         raise ToolError(f"cannot make {target}: {error}") from error
-
-
-def _refuse(target: Path, *, force: bool) -> None:
-    """Raise an error if an existing target may not be replaced; see `new_folder`."""
-    if not force:
-        raise ToolError(
-            f"{target} exists already; choose another name, or replace it with --force (in Python:"
-            " overwrite=True)."
-        )
-    is_model = not target.is_symlink() and (target / "config.pbtxt").is_file()
-    if not is_model or repository.versions(target) not in ([], ["1"]):
-        raise ToolError(
-            f"{target} is not a model folder with the version 1 alone, and no other is replaced;"
-            " choose another name."
-        )

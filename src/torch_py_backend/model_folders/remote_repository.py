@@ -1,48 +1,129 @@
-"""A model repository at a URL, fetched before `serve` serves it."""
+"""A model repository in an object store or on the Hugging Face hub, copied before it is served.
+
+The store's own library reads the store, with the credentials that it finds. A file is fetched again
+if its size, etag or time of change in the store differs from that of the last fetch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from torch_py_backend.errors import LoadError, ToolError
+from torch_py_backend import files
+from torch_py_backend.errors import LoadError, ToolError, printable
 from torch_py_backend.model_folders import artifact_files, creation
-from torch_py_backend.server import fetch
+from torch_py_backend.processes import private_files
+
+_HUB = "hf://"
+_FETCHED = ".fetched.json"
+# What stores report of a file; each store has some of them.
+_FACTS = ("size", "ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
+_LONGEST = 300
 
 
 def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
     """Return the local folder of a model repository: the path itself, or what is fetched.
 
-    What happens is passed to `report`, a line each.
+    If the store fails, the files that were fetched last are used.
+
+    Args:
+        url: a path, the address of a folder as fsspec reads it, or hf://organization/name@revision.
+        cache: the folder for what is fetched, which only this user may write to; None:
+            ~/.cache/torch-py-backend.
+        report: called with what happens, a line each.
 
     Raises:
-        ToolError: the store fails, or the cache cannot be used.
+        ToolError: the store cannot be read and nothing was fetched before, or others may write to
+            the cache.
     """
     if "://" not in url:
         return Path(url)
-    folder = fetch.fetch(url, cache or _default_cache(), report)
-    if url.startswith("hf://") and (folder / "config.json").is_file():
+    if "@" in url and not url.startswith(_HUB):
+        raise ToolError("the URL holds credentials; set the variables of the store's library.")
+    cache = cache or Path("~/.cache/torch-py-backend").expanduser()
+    if risk := private_files.create(cache):
+        raise ToolError(f"the cache {cache} is not used: {risk}. Name another one with --cache.")
+    name = url.rstrip("/").rpartition("/")[2].partition("@")[0]
+    folder = cache / hashlib.sha256(url.encode()).hexdigest()[:16] / name
+    folder.mkdir(parents=True, exist_ok=True)
+    fetch = _fetch_model if url.startswith(_HUB) else _fetch_files
+    with private_files.locked(folder.parent / "lock"):  # another server may fetch the same
+        try:
+            fetch(url, folder, report)
+        except Exception as error:  # each store's library has exceptions of its own
+            (reason, *_) = str(error).strip().splitlines() or [""]
+            problem = (
+                f"{url} cannot be read: {type(error).__name__}: {printable(reason)[:_LONGEST]}"
+            )
+            if isinstance(error, ImportError):
+                problem += "; pip install 'torch-py-backend[stores]'"
+            if not (folder / _FETCHED).exists():
+                raise ToolError(f"{problem}.") from error
+            report(f"{problem}. Serving the files that were fetched last.")
+    if url.startswith(_HUB) and (folder / "config.json").is_file():
         return _with_model_folder(folder, url)
     return folder
 
 
-def _default_cache() -> Path:
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError as error:
-        raise ToolError(f"{error}; name a folder for the cache with --cache.") from None
-    return home / "torch-py-backend"
+def _fetch_model(url: str, folder: Path, report: Callable[[str], None]) -> None:
+    """Fetch a repository of the Hugging Face hub, whose library skips files that are the same."""
+    import huggingface_hub  # noqa: PLC0415  only some users have it
+
+    repository, _, revision = url.removeprefix(_HUB).partition("@")
+    report(f"fetching {repository}")
+    huggingface_hub.snapshot_download(repository, revision=revision or None, local_dir=folder)
+    (folder / _FETCHED).write_text("{}")
 
 
-def _with_model_folder(files: Path, url: str) -> Path:
+def _fetch_files(url: str, folder: Path, report: Callable[[str], None]) -> None:
+    import fsspec  # noqa: PLC0415  only some users have it
+
+    store, root = fsspec.url_to_fs(url)
+    listing: dict[str, dict[str, Any]] = store.find(root, detail=True)
+    present = {
+        path.removeprefix(root).lstrip("/"): [
+            str(facts[key]) for key in _FACTS if facts.get(key) is not None
+        ]
+        for path, facts in listing.items()
+    }
+    if not present:
+        raise FileNotFoundError("it holds no files")
+    for name in present:
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()) or name == _FETCHED:
+            raise ValueError(f"the file {name!r} leads out of the folder")
+    fetched = folder / _FETCHED
+    before: dict[str, Any] = json.loads(fetched.read_bytes()) if fetched.exists() else {}
+    # Complete files get their names last: a fetch that fails leaves the files of the last one.
+    parts = {
+        name: (folder / name).with_name(f".{Path(name).name}.part")
+        for name, facts in present.items()
+        if before.get(name) != facts
+    }
+    if parts:
+        report(f"fetching {len(parts)} files from {url}")
+    for name, part in parts.items():
+        part.parent.mkdir(parents=True, exist_ok=True)
+        store.get_file(f"{root.rstrip('/')}/{name}", str(part))
+    for name, part in parts.items():
+        part.replace(folder / name)
+    for name in before.keys() - present.keys():
+        (folder / name).unlink(missing_ok=True)
+    files.replace(fetched, json.dumps(present).encode())
+
+
+def _with_model_folder(fetched: Path, url: str) -> Path:
     """Return a repository with a model folder of a save_pretrained folder, as `init` makes it."""
-    repository = files.with_name("models")
+    repository = fetched.with_name("models")
     shutil.rmtree(repository, ignore_errors=True)
-    artifact = artifact_files.find(files, None)
+    artifact = artifact_files.find(fetched, None)
     try:
-        creation.create(repository / files.name, artifact, [], transfer=os.link)
+        creation.create(repository / fetched.name, artifact, [], transfer=os.link)
     except LoadError as error:
         raise ToolError(
             f"{url} is no model repository, and no model that is served as it is: {error} Make a"

@@ -9,6 +9,7 @@ torch is imported in the child processes only, in which the models run.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,29 +57,11 @@ _REDUCED = (
 
 
 class Row(NamedTuple):
-    """A candidate's figures. Gains are ratios to the model as configured, medians of the rounds.
-
-    Attributes:
-        parameters: the options of the candidate.
-        kind: the name of the artifact's type.
-        latency_ms: milliseconds of a call with one row.
-        throughput: rows per second of a full batch.
-        spread: the largest relative distance of a round's ratio from its median.
-        ready_s: seconds of the load and the warm-up.
-        error: the largest difference from the outputs as configured, relative to their values.
-        failure: why it was not measured; empty: it was.
-    """
+    """A candidate: its title, its options, and its figures or why it was not measured."""
 
     title: str
     parameters: Mapping[str, str]
-    kind: str = ""
-    latency_ms: float = 0.0
-    latency_gain: float = 1.0
-    throughput: float = 0.0
-    throughput_gain: float = 1.0
-    spread: float = 0.0
-    ready_s: float = 0.0
-    error: float = 0.0
+    figures: Mapping[str, Any]
     failure: str = ""
 
 
@@ -94,41 +77,38 @@ def candidates(
         LoadError: the model as configured cannot be run.
     """
     configured = pbtxt.arguments(folder, version, document)
-
-    def row(
-        title: str,
-        parameters: Mapping[str, str],
-        arguments: Mapping[str, str],
-    ) -> Row:
-        sent = {"arguments": arguments, "configured": configured}
-        return Row(title, parameters, **child_process.run(_MEASURE, sent, timeout_s, quiet=True))
-
-    first = row("as configured", {}, configured)
-    yield first
-    on_gpu = document["instance_group"][0]["kind"] == "KIND_GPU"
-    others = {k: v for k, v in document["parameters"].items() if k not in TUNED}
+    sent = {"arguments": configured, "configured": configured}
+    first = child_process.run(_MEASURE, sent, timeout_s, quiet=True)
+    yield Row("as configured", {}, first)
     runtimes = [*_RUNTIMES]
-    if on_gpu:
+    if document["instance_group"][0]["kind"] == "KIND_GPU":
         runtimes += _OF_GPUS
     if reduced:
         runtimes += _REDUCED
+    others = {k: v for k, v in document["parameters"].items() if k not in TUNED}
     for title, kinds, parameters in runtimes:
-        if first.kind not in kinds:
+        if first["kind"] not in kinds:
             continue
         candidate = {**document, "parameters": others | pbtxt.parameters(parameters)}
+        sent["arguments"] = pbtxt.arguments(folder, version, candidate)
         try:
-            yield row(title, parameters, pbtxt.arguments(folder, version, candidate))
+            figures = child_process.run(_MEASURE, sent, timeout_s, quiet=True)
+            yield Row(title, parameters, figures)
         except LoadError as error:
-            yield Row(title, parameters, failure=str(error))
+            yield Row(title, parameters, {}, failure=str(error))
 
 
-def measure(
-    arguments: Mapping[str, str],
-    configured: Mapping[str, str],
-) -> dict[str, Any]:
-    """Return the figures of a `Row` for a candidate, in a child process.
+def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, Any]:
+    """Measure a candidate, in a child process.
 
     The candidate is loaded first, when the process has not compiled anything yet.
+
+    Returns:
+        `kind`, the name of the artifact's type; `latency_ms`, milliseconds of a call with one row,
+        and `throughput`, rows per second of a full batch, both with their `_gain`, the ratio to the
+        model as configured, a median of the rounds; `spread`, the largest relative distance of a
+        round's ratio from its median; `ready_s`, seconds of the load and the warm-up; `error`, the
+        largest difference from the outputs as configured, relative to their values.
     """
     from torch_py_backend.engine import runtime
     from torch_py_backend.model_folders.inspection import batch, load_warm, run
@@ -176,8 +156,9 @@ def best(rows: Sequence[Row], max_error: float) -> Row | None:
     """Return the exact row with the best mean gain, without a loss; None: none is better."""
     chosen, best_gain = None, _LEAST_GAIN**2
     for row in rows:
-        gain = row.latency_gain * row.throughput_gain
-        lossless = min(row.latency_gain, row.throughput_gain) >= _LOSS
-        if not row.failure and row.error <= max_error and lossless and gain >= best_gain:
-            chosen, best_gain = row, gain
+        if row.failure or row.figures["error"] > max_error:
+            continue
+        gains = row.figures["latency_gain"], row.figures["throughput_gain"]
+        if min(gains) >= _LOSS and math.prod(gains) >= best_gain:
+            chosen, best_gain = row, math.prod(gains)
     return chosen

@@ -18,7 +18,7 @@ from torch import nn
 from torch_py_backend.config import pbtxt, removed_names
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import LoadError, SaveError, a_type, about
-from torch_py_backend.model_folders import artifact_files, config_text, creation, trial
+from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.saving import examples
 from torch_py_backend.saving.module_files import Format, ModuleFiles
 from torch_py_backend.signature import introspection
@@ -171,8 +171,7 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
     if files.example.outputs:
         reference = str(folder.with_name("reference.pt"))
         torch.save(files.example.outputs, reference)
-    report = trial.inspect(folder, "1", config, reference=reference)
-    config_text.write(folder, report)
+    report = creation.write_config(folder, config, reference=reference)
     warnings: list[str] = report["warnings"]
     return warnings
 

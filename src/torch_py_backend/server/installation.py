@@ -1,18 +1,28 @@
-"""Installation of the backend into the backend directory of a tritonserver."""
+"""The backend's files, and the tritonserver that runs them."""
 
 from __future__ import annotations
 
 import compileall
+import importlib.util
+import os
 import re
 import shutil
+import sys
+import sysconfig
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch_py_backend.errors import ToolError
 
+NGC = Path("/opt/tritonserver")
 PACKAGE = Path(__file__).parents[1]
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _QUIET = 2  # compileall prints no errors
+_STUB = "triton_python_backend_stub"
+_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+# Characters that split a word of a shell, or change it.
+_SHELL = re.compile(r"[\s\"'`$&;|<>()\\]")
 # The same as backends/pytorch_py/model.py in the repository; a test compares them.
 SHIM = '''"""What Triton loads for `backend: "pytorch_py"`; the code is in torch_py_backend."""
 
@@ -34,65 +44,148 @@ def install(backends: Path, name: str) -> Path:
     An earlier installation is replaced, once the new one is complete under a temporary name.
 
     Raises:
-        ToolError: there is no such backend directory, it cannot be written, or the folder holds
-            other files.
+        ToolError: there is no such backend directory, or the folder holds other files.
     """
     if not backends.is_dir():
         raise ToolError(
             f"{backends} is not a folder; expected the backend directory of a tritonserver. Name it"
             " with --backend-dir."
         )
-    target = _target(backends, name)
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=backends) as temporary:
-            staged = Path(temporary, name)
-            # Ignores the temporary files of other Python processes that compile the package.
-            ignored = shutil.ignore_patterns("*.pyc.*")
-            shutil.copytree(PACKAGE, staged / PACKAGE.name, ignore=ignored)
-            (staged / "model.py").write_text(SHIM, encoding="utf-8")
-            # A server that cannot write to its backends, or runs with PYTHONDONTWRITEBYTECODE,
-            # would otherwise compile the package for each instance.
-            compileall.compile_dir(staged, quiet=_QUIET)
-            # The server may run as another user. The umask of this process must not matter.
-            for path in (staged, *staged.rglob("*")):
-                path.chmod(0o755 if path.is_dir() else 0o644)
-            if target.exists():
-                shutil.rmtree(target)
-            staged.rename(target)
-    except OSError as error:  # or shutil.Error, which holds a list of errors
-        raise ToolError(f"cannot install into {backends}: {error}") from error
-    return target
+    with tempfile.TemporaryDirectory(prefix=f".{PACKAGE.name}-", dir=backends) as temporary:
+        staged = Path(temporary, "staged")
+        # Ignores the temporary files of other Python processes that compile the package.
+        ignored = shutil.ignore_patterns("*.pyc.*")
+        shutil.copytree(PACKAGE, staged / PACKAGE.name, ignore=ignored)
+        (staged / "model.py").write_text(SHIM, encoding="utf-8")
+        # A server that cannot write to its backends, or runs with PYTHONDONTWRITEBYTECODE, would
+        # otherwise compile the package for each instance.
+        compileall.compile_dir(staged, quiet=_QUIET)
+        # The server may run as another user. The umask of this process must not matter.
+        for path in (staged, *staged.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        uninstall(backends, name)
+        staged.rename(backends / name)
+    return backends / name
 
 
 def uninstall(backends: Path, name: str) -> bool:
     """Remove the backend folder `backends/name`; return whether it existed.
 
     Raises:
-        ToolError: the folder holds other files, or cannot be removed.
-    """
-    target = _target(backends, name)
-    if not target.exists():
-        return False
-    try:
-        shutil.rmtree(target)
-    except OSError as error:
-        raise ToolError(f"cannot remove {target}: {error}") from error
-    return True
-
-
-def _target(backends: Path, name: str) -> Path:
-    """Return the backend folder, after checking that it may be written or removed.
-
-    It may if it does not exist, is empty, or holds this package.
+        ToolError: the folder holds files that are not of this backend.
     """
     if not _NAME.fullmatch(name):
         raise ToolError(f"--name is '{name}'; expected letters, digits, _ and -.")
     target = backends / name
-    is_empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    if not target.exists():
+        return False
+    is_empty = target.is_dir() and not any(target.iterdir())
     is_ours = (target / PACKAGE.name).is_dir() and not (target / f"libtriton_{name}.so").exists()
     if not is_empty and not is_ours:
         raise ToolError(
             f"{target} holds files that are not of this backend. Choose another --name or"
             " --backend-dir, or remove it first: Triton prefers a library to any model.py."
         )
-    return target
+    shutil.rmtree(target)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class TritonInstallation:
+    """The paths of an installed tritonserver.
+
+    Attributes:
+        python_backend: the folder with libtriton_python.so and Triton's utilities.
+        stub: the executable that runs Python models, built for this version of Python.
+        libraries: the folders with its shared libraries.
+    """
+
+    executable: Path
+    python_backend: Path
+    stub: Path
+    libraries: tuple[Path, ...]
+
+    def refuse_in_shell(self, path: str) -> None:
+        """Refuse a path that a stub would not get as it is: Triton would wait for it forever.
+
+        Raises:
+            ToolError: it has a space or another character that a shell interprets, and this server
+                starts stubs through a shell without quotes, as Triton 24.10 does.
+        """
+        match = _SHELL.search(path)
+        if match and b"\0bash\0" in (self.python_backend / "libtriton_python.so").read_bytes():
+            raise ToolError(
+                f"'{path}' has the character {match[0]!r}; Triton starts processes through a shell,"
+                " which splits or changes it. Rename it, or use a link."
+            )
+
+
+def find(executable: Path | None = None) -> TritonInstallation:
+    """Find a tritonserver: on PATH, in /opt/tritonserver, or in the wheel nvidia-pytriton.
+
+    Args:
+        executable: the tritonserver to use instead.
+
+    Raises:
+        ToolError: no tritonserver is installed, or it lacks the Python backend or a stub for this
+            Python.
+    """
+    if executable is None:
+        folders = [os.environ.get("PATH", os.defpath), NGC / "bin"]
+        wheel = importlib.util.find_spec("pytriton")  # not imported
+        if wheel is not None and wheel.origin is not None:
+            folders.append(Path(wheel.origin).parent / "tritonserver" / "bin")
+        path = shutil.which("tritonserver", path=os.pathsep.join(map(str, folders)))
+        if path is None:
+            raise ToolError(
+                f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
+                " pip install 'torch-py-backend[server]', or name it with --tritonserver."
+            )
+        executable = Path(path)
+    executable = executable.absolute()  # it is started in another folder
+    root = executable.resolve().parent.parent
+    backend = root / "backends" / "python"
+    # NVIDIA's containers have one stub, in the backend; the wheel has one for each Python.
+    stubs = (root / "python_backend_stubs" / _PYTHON / _STUB, backend / _STUB)
+    stub = next((path for path in stubs if path.is_file()), stubs[-1])
+    for part in (executable, backend / "libtriton_python.so", stub):
+        if not part.is_file():
+            raise ToolError(
+                f"there is no {part}; expected a tritonserver with a Python backend for Python"
+                f" {_PYTHON}."
+            )
+    libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
+    libraries = (root.parent.parent / "nvidia_pytriton.libs", root / "lib", libpython)
+    return TritonInstallation(executable, backend, stub, libraries)
+
+
+def populate_backends(triton: TritonInstallation, backends: Path) -> None:
+    """Fill a backend directory with Triton's Python backend and this backend.
+
+    Files are copied: Triton refuses a library whose real path is outside its backend folder.
+    """
+    python = backends / "python"
+    shutil.copytree(triton.python_backend, python, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy2(triton.stub, python / _STUB)
+    ours = install(backends, "pytorch_py")
+    # Serves repositories that were made for the LibTorch backend.
+    shutil.copytree(ours, backends / "pytorch", copy_function=os.link)
+
+
+def environment(triton: TritonInstallation) -> dict[str, str]:
+    """Return the environment variables with which a server finds its libraries and this Python.
+
+    Raises:
+        ToolError: there is no `python3` beside this interpreter that is the same interpreter.
+    """
+    folder = Path(sys.executable).parent
+    python3 = folder / "python3"
+    if python3.resolve() != Path(sys.executable).resolve():
+        raise ToolError(
+            f"Triton's stub runs the first python3 on PATH, and {python3} is not this Python"
+            f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
+        )
+    values = dict(os.environ)
+    for name, paths in (("LD_LIBRARY_PATH", triton.libraries), ("PATH", (folder,))):
+        values[name] = os.pathsep.join(filter(None, [*map(str, paths), values.get(name, "")]))
+    return values

@@ -16,16 +16,11 @@ KEY_HEADER = "admin-key"
 KEY_METADATA = f"triton-grpc-protocol-{KEY_HEADER}"
 # Triton waits this long for models in use before it exits.
 EXIT_SECONDS = 30
-# Arguments that would take from `serve` what it uses, and what to do instead.
-_REFUSED = {
-    "model-control-mode": "`serve` loads the models itself; remove it",
-    "model-repository": "`serve` has one; name it before --",
-    "exit-on-error": "`serve` ends if tritonserver cannot start; remove it",
-    **dict.fromkeys(_RESTRICTIONS, "`serve` needs the key; use --restrict"),
-    **dict.fromkeys(("http-port", "allow-http"), "`serve` itself uses HTTP; set --http-port"),
-    **dict.fromkeys(("grpc-port", "allow-grpc"), "`serve` itself uses gRPC; set --grpc-port"),
-    "metrics-port": "`serve` checks the ports; set --metrics-port",
-}
+# What `serve` sets itself, and uses.
+_REFUSED = (
+    *("model-control-mode", "model-repository", "exit-on-error", *_RESTRICTIONS),
+    *("http-port", "allow-http", "grpc-port", "allow-grpc", "metrics-port"),
+)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -40,15 +35,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--load-model", action="append", default=[])
     parser.add_argument("--exit-timeout-secs", type=int, default=EXIT_SECONDS)
-    for name in _REFUSED:
-        parser.add_argument(f"--{name}", dest=name)
     try:
         parsed, others = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ToolError(f"{error}.") from None
-    for name, cure in _REFUSED.items():
-        if getattr(parsed, name) is not None:
-            raise ToolError(f"--{name} was given after --, and {cure}.")
+    for name in _REFUSED:
+        if any(word.partition("=")[0] == f"--{name}" for word in others):
+            raise ToolError(
+                f"--{name} was given after --, and `serve` sets it itself; use an option of"
+                " `serve`, such as --http-port or --restrict, or remove it."
+            )
     parsed.others = others
     return parsed
 

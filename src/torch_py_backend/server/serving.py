@@ -15,10 +15,9 @@ from torch_py_backend.server import server_arguments
 from torch_py_backend.server.client import ModelState
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.lifecycle import Event
-from torch_py_backend.server.ports import client_address, listen
 from torch_py_backend.server.reloading import Reloader
 from torch_py_backend.server.supervisor import Supervisor
-from torch_py_backend.server.tritonserver import Server
+from torch_py_backend.server.tritonserver import Server, client_address, listen
 
 _STEP_S = 0.1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import instance_status
-from torch_py_backend.server import cleanup, server_arguments, triton_installation
+from torch_py_backend.server import cleanup, installation, server_arguments
 from torch_py_backend.server.cleanup import ServerFolder
 from torch_py_backend.server.client import ModelState, TritonClient
-from torch_py_backend.server.ports import choose_ports, client_address, is_ipv6
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,6 +44,8 @@ _POLL_FAILED = (
     r"^(?:.*Error parsing text-format inference\.ModelConfig: (.*)\n)?"
     r".*\] \"?Poll failed for model directory '{}': (.*?)\"?$"
 )
+# Clients on this machine reach all addresses at the loopback address of the same family.
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
 
 class Server:
@@ -87,16 +89,26 @@ class Server:
     ) -> None:
         if not repository.is_dir():
             raise ToolError(f"{repository} is not a folder; expected a model repository.")
-        self._repository = repository.absolute()
-        self._address = address
-        self._ports = choose_ports(address, ports)
-        self.http_address, self.grpc_address, self.metrics_address = (
-            client_address(address, port) for port in self._ports
-        )
-        self._triton = triton_installation.find(executable)
-        self._arguments = tuple(arguments)
+        self._triton = installation.find(executable)
         self._exit_seconds = exit_seconds
         self.log = log
+        ports = choose_ports(address, ports)
+        self.http_address, self.grpc_address, self.metrics_address = (
+            client_address(address, port) for port in ports
+        )
+        # libevent and gRPC write an IPv6 address in their own ways.
+        http, grpc = (f"ipv6:{address}", f"[{address}]") if ":" in address else (address, address)
+        http_port, grpc_port, metrics_port = ports
+        self._repository = repository.absolute()
+        self._arguments = [
+            f"--model-repository={self._repository}",
+            f"--cache-directory={self._triton.python_backend.parents[1] / 'caches'}",
+            f"--exit-timeout-secs={exit_seconds}",
+            *(f"--http-address={http}", f"--http-port={http_port}"),
+            *(f"--grpc-address={grpc}", f"--grpc-port={grpc_port}"),
+            *(f"--metrics-address={http}", f"--metrics-port={metrics_port}"),
+            *arguments,
+        ]
         self.client = TritonClient(
             self.http_address,
             self.grpc_address,
@@ -119,52 +131,11 @@ class Server:
         Raises:
             ToolError: the server cannot run on this machine.
         """
-        variables = triton_installation.environment(self._triton) | self.variables
-        # libevent and gRPC write an IPv6 address in their own ways.
-        http_port, grpc_port, metrics_port = self._ports
-        http = grpc = self._address
-        if is_ipv6(self._address):
-            http, grpc = f"ipv6:{self._address}", f"[{self._address}]"
+        variables = installation.environment(self._triton) | self.variables
         for path in (self._repository, tempfile.gettempdir()):
             self._triton.refuse_in_shell(str(path))
         try:
-            self._stack.callback(self.client.close)
-            cleanup.sweep()
-            folder = ServerFolder()
-            self._stack.callback(folder.close)
-            self.status_folder = folder.status
-            triton_installation.populate_backends(self._triton, folder.backends)
-            options = {
-                "--model-repository": self._repository,
-                "--backend-directory": folder.backends,
-                "--cache-directory": self._triton.python_backend.parents[1] / "caches",
-                # Distinguishes its shared memory from that of other servers.
-                "--backend-config": f"python,shm-region-prefix-name={folder.prefix}",
-                "--exit-timeout-secs": self._exit_seconds,
-                "--http-address": http,
-                "--grpc-address": grpc,
-                "--metrics-address": http,
-                "--http-port": http_port,
-                "--grpc-port": grpc_port,
-                "--metrics-port": metrics_port,
-            }
-            log = self._stack.enter_context(self.log.open("ab")) if self.log else None
-            # A session of its own: Ctrl-C reaches this process, which then stops the server. A
-            # folder of its own: Triton's stub would import a model.py from the current folder.
-            self.process = subprocess.Popen(  # noqa: S603  the executable found above
-                [
-                    *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())),
-                    str(self._triton.executable),
-                    *(f"{name}={value}" for name, value in options.items()),
-                    *self._arguments,
-                ],
-                env=variables | {instance_status.VARIABLE: str(folder.status)},
-                cwd=folder.path,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            self._stack.callback(self._end_process)
+            self._start(variables)
         except BaseException as error:
             self.stop()
             if isinstance(error, OSError):
@@ -173,6 +144,33 @@ class Server:
                     f" {cleanup.SHARED_MEMORY} that can be written."
                 ) from error
             raise
+
+    def _start(self, variables: dict[str, str]) -> None:
+        self._stack.callback(self.client.close)
+        cleanup.sweep()
+        folder = ServerFolder()
+        self._stack.callback(folder.close)
+        self.status_folder = folder.status
+        installation.populate_backends(self._triton, folder.backends)
+        log = self._stack.enter_context(self.log.open("ab")) if self.log else None
+        # A session of its own: Ctrl-C reaches this process, which then stops the server. A folder
+        # of its own: Triton's stub would import a model.py from the current folder.
+        self.process = subprocess.Popen(  # noqa: S603  the executable found above
+            [
+                *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())),
+                str(self._triton.executable),
+                f"--backend-directory={folder.backends}",
+                # Distinguishes its shared memory from that of other servers.
+                f"--backend-config=python,shm-region-prefix-name={folder.prefix}",
+                *self._arguments,
+            ],
+            env=variables | {instance_status.VARIABLE: str(folder.status)},
+            cwd=folder.path,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        self._stack.callback(self._end_process)
 
     def _end_process(self) -> None:
         self.process.terminate()
@@ -234,14 +232,42 @@ class Server:
 
 
 def create_log() -> Path:
-    """Return a new temporary file for the log of a server; the caller may remove it.
+    """Return a new temporary file for the log of a server; the caller may remove it."""
+    with tempfile.NamedTemporaryFile(prefix="tritonserver-", suffix=".log", delete=False) as file:
+        return Path(file.name)
+
+
+# --- addresses -----------------------------------------------------------------------------------
+
+
+def client_address(address: str, port: int) -> str:
+    """Return host and port at which clients on this machine reach a service, as in a URL."""
+    address = _WILDCARDS.get(address, address)
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def choose_ports(address: str, ports: Sequence[int]) -> list[int]:
+    """Return ports that can be listened on; 0 becomes any port."""
+    with contextlib.ExitStack() as stack:
+        # Open until all are chosen, so that they differ.
+        listeners = [stack.enter_context(listen(address, port)) for port in ports]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen on a port, as Triton does; 0 is any port.
 
     Raises:
-        ToolError: it cannot be created.
+        ToolError: the port is taken or not allowed for this user, or the address is not of this
+            machine.
     """
+    is_6 = ":" in address
+    family = socket.AF_INET6 if is_6 else socket.AF_INET
     try:
-        descriptor, name = tempfile.mkstemp(prefix="tritonserver-", suffix=".log")
+        # The address :: is all addresses of both families, as for Triton.
+        return socket.create_server((address, port), family=family, dualstack_ipv6=is_6)
     except OSError as error:
-        raise ToolError(f"a file for Triton's log cannot be created: {error.strerror}.") from None
-    os.close(descriptor)
-    return Path(name)
+        raise ToolError(
+            f"{error.strerror}. Choose another port, such as 0, which takes a free one, or an"
+            " --address of this machine."
+        ) from None

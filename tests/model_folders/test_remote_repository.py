@@ -12,7 +12,7 @@ import pytest
 from stores import files_in
 
 from torch_py_backend.errors import ToolError
-from torch_py_backend.server import fetch
+from torch_py_backend.model_folders import remote_repository
 
 _URL = "memory://bucket/models"
 _FILES = {"a/config.pbtxt": b"x", "a/1/model.pt": b"weights"}
@@ -37,18 +37,18 @@ def _served(folder: Path) -> dict[str, bytes]:
 def test_changes(store: Any, tmp_path: Path) -> None:
     """Changed and new files are fetched, removed ones go, and the others stay as they are."""
     lines: list[str] = []
-    folder = fetch.fetch(_URL, tmp_path / "cache", lines.append)
+    folder = remote_repository.local(_URL, tmp_path / "cache", lines.append)
     assert _served(folder) == _FILES
     assert folder.name == "models"
     kept = (folder / "a/config.pbtxt").stat()
     store.pipe_file("/bucket/models/a/1/model.pt", b"other weights")
     store.pipe_file("/bucket/models/b/1/model.py", b"")
-    assert fetch.fetch(_URL, tmp_path / "cache", lines.append) == folder
+    assert remote_repository.local(_URL, tmp_path / "cache", lines.append) == folder
     expected = {**_FILES, "a/1/model.pt": b"other weights", "b/1/model.py": b""}
     assert _served(folder) == expected
     assert (folder / "a/config.pbtxt").stat().st_ino == kept.st_ino
     store.rm("/bucket/models/b/1/model.py")
-    fetch.fetch(_URL, tmp_path / "cache", lines.append)
+    remote_repository.local(_URL, tmp_path / "cache", lines.append)
     assert "b/1/model.py" not in _served(folder)
     assert lines == [f"fetching 2 files from {_URL}"] * 2
 
@@ -86,14 +86,14 @@ def _hostile(store: Any, _: pytest.MonkeyPatch) -> None:
 def test_faults(fault: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that fails does not change what was fetched last; without that it is an error."""
     lines: list[str] = []
-    folder = fetch.fetch(_URL, tmp_path / "cache", lines.append)
+    folder = remote_repository.local(_URL, tmp_path / "cache", lines.append)
     fault(store, monkeypatch)
-    fetch.fetch(_URL, tmp_path / "cache", lines.append)
+    remote_repository.local(_URL, tmp_path / "cache", lines.append)
     assert _served(folder) == _FILES
     assert lines[-1].startswith(f"{_URL} cannot be read: ")
     assert lines[-1].endswith(". Serving the files that were fetched last.")
     with pytest.raises(ToolError, match=r"cannot be read: \w+: .*\.$") as raised:
-        fetch.fetch(_URL, tmp_path / "empty", lines.append)
+        remote_repository.local(_URL, tmp_path / "empty", lines.append)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "outside").exists()
     assert not list(tmp_path.glob("cache/*/outside"))
@@ -104,17 +104,14 @@ def test_missing_library(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.sys.modules, "fsspec", None)  # type: ignore[attr-defined]
         with pytest.raises(ToolError, match=r"pip install 'torch-py-backend\[stores\]'"):
-            fetch.fetch(_URL, tmp_path / "cache", print)
+            remote_repository.local(_URL, tmp_path / "cache", print)
 
 
 def test_refused_caches(tmp_path: Path) -> None:
-    """A cache that others can write to, or no folder, is not used; nor is a key in a URL."""
+    """A cache that others can write to is not used; nor is a key in a URL."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    (tmp_path / "file").touch()
     with pytest.raises(ToolError, match="others may write to it"):
-        fetch.fetch(_URL, tmp_path / "open", print)
-    with pytest.raises(ToolError, match="cannot be used"):
-        fetch.fetch(_URL, tmp_path / "file", print)
+        remote_repository.local(_URL, tmp_path / "open", print)
     with pytest.raises(ToolError, match="holds credentials"):
-        fetch.fetch("s3://id:key@bucket/models", tmp_path / "cache", print)
+        remote_repository.local("s3://id:key@bucket/models", tmp_path / "cache", print)
