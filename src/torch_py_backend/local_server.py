@@ -61,8 +61,9 @@ class LocalServer:
         metrics_address: host and port of the Prometheus metrics.
 
     Raises:
-        ToolError: on entering the block: there is no server, a port is in use, or a model does
-            not load; with the server's own sentence.
+        ToolError: on entering the block: there is no server, or a model does not load; with the
+            server's own sentence.
+        OSError: a port is in use.
     """
 
     def __init__(

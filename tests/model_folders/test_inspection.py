@@ -71,7 +71,6 @@ def test_figures(
     figures = tuning.measure(candidate, configured)
     assert figures.pop("kind") == "MODULE"
     assert figures.pop("error") == pytest.approx(0.1, rel=0.2)
-    assert figures.pop("spread") >= 0
     assert min(figures.values()) > 0
 
 
@@ -137,7 +136,7 @@ def test_report(
     assert report["signature"].startswith("forward(x")
     if "parameters" in document:
         assert report["options"] == {"NUM_THREADS": 1, "WARMUP": True}
-        assert report["threads"]["intra_op"] == 1
+        assert report["threads"][0] == 1
     assert json.loads(json.dumps(report)) == report
     assert report["warnings"] == []
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))

@@ -14,14 +14,12 @@ from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.errors import ToolError, about
 from torch_py_backend.model_folders import tuning
 
-_WIDE_SPREAD = 0.1
 # Title, figure and format of each column.
 _COLUMNS = (
     ("ms", "latency_ms", ".3g"),
     ("gain", "latency_gain", ".2f"),
     ("rows/s", "throughput", ",.0f"),
     ("gain", "throughput_gain", ".2f"),
-    ("±", "spread", ".0%"),
     ("READY s", "ready_s", ".1f"),
     ("error", "error", ".1g"),
 )
@@ -60,8 +58,6 @@ def tune(
             rows.append(row)
             figures = [format(row.figures[key], shown) for _, key, shown in _COLUMNS if row.figures]
             _print_row(row.title, figures or [row.failure])
-    if any(row.figures.get("spread", 0) > _WIDE_SPREAD for row in rows):
-        typer.echo("the rounds differ widely (±); measure again on a quiet machine")
     limit = tuning.MAX_ERROR_REDUCED if reduced_precision else tuning.MAX_ERROR
     choice = tuning.best(rows[1:], limit)
     if choice is None:

@@ -6,7 +6,6 @@ of `initialize`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -81,7 +80,6 @@ def inspect(
         "inputs": [f"{text} → {places[name]}" for name, text in inputs.items()],
         "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
-        "threads": dataclasses.asdict(threads.budget(settings)),
         "warnings": [record.getMessage() for record in warnings.buffer],
         "config": document,
     }

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,9 +107,8 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> dict
     Returns:
         `kind`, the name of the artifact's type; `latency_ms`, milliseconds of a call with one row,
         and `throughput`, rows per second of a full batch, both with their `_gain`, the ratio to the
-        model as configured, a median of the rounds; `spread`, the largest relative distance of a
-        round's ratio from its median; `ready_s`, seconds of the load and the warm-up; `error`, the
-        largest difference from the outputs as configured, relative to their values.
+        model as configured, a median of the rounds; `ready_s`, seconds of the load and the warm-up;
+        `error`, the largest difference from the outputs as configured, relative to their values.
     """
     from torch_py_backend.engine import runtime
     from torch_py_backend.model_folders.inspection import batch, load_warm, run
@@ -117,39 +117,44 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> dict
     settings = [model_config.parse(each) for each in (arguments, configured)]
     full = max(1, settings[0].max_batch_size)
     began = time.perf_counter()
-    engines = [load_warm(settings[0], (1, full))]
+    candidate = load_warm(settings[0], (1, full))
     ready_s = time.perf_counter() - began
-    engines.append(load_warm(settings[1], (1, full)))
-    samples = [batch(engines[0], rows) for rows in (1, full)]
+    reference = load_warm(settings[1], (1, full))
     errors = []
-    # Seconds of a call of each model with each of the samples in each round.
-    seconds = np.zeros((len(engines), len(samples), _ROUNDS))
+    # For one row, and for a full batch: the seconds of a call, and the gain.
+    seconds, gains = [], []
     with runtime.mode(settings[0].options):
-        for sample in samples:
+        for rows in (1, full):
+            sample = batch(candidate, rows)
             for _ in range(_FIRST_CALLS):
-                outputs, references = (run(engine, sample) for engine in engines)
-            errors += [difference(outputs[name], references[name]) for name in references]
-        for turn in range(_ROUNDS):
-            for number in (0, 1) if turn % 2 else (1, 0):
-                for size, sample in enumerate(samples):
-                    calls, began = 0, time.perf_counter()
-                    while not calls or time.perf_counter() < began + _SECONDS:
-                        run(engines[number], sample)
-                        calls += 1
-                    seconds[number, size, turn] = (time.perf_counter() - began) / calls
-    latency, of_batch = np.median(seconds[0], axis=-1)
-    ratios = seconds[1] / seconds[0]
-    gains = np.median(ratios, axis=-1, keepdims=True)
+                outputs, expected = run(candidate, sample), run(reference, sample)
+            errors += [difference(outputs[name], expected[name]) for name in expected]
+            calls = partial(run, candidate, sample), partial(run, reference, sample)
+            mine, others = _alternate(calls)
+            seconds.append(np.median(mine))
+            gains.append(np.median(np.divide(others, mine)))
     return {
-        "kind": engines[0].loaded.kind.name,
-        "latency_ms": 1e3 * latency,
-        "latency_gain": gains.item(0),
-        "throughput": full / of_batch,
-        "throughput_gain": gains.item(1),
-        "spread": np.abs(ratios / gains - 1).max(),
+        "kind": candidate.loaded.kind.name,
+        "latency_ms": 1e3 * seconds[0],
+        "latency_gain": gains[0],
+        "throughput": full / seconds[1],
+        "throughput_gain": gains[1],
         "ready_s": ready_s,
         "error": max(errors),
     }
+
+
+def _alternate(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+    """Return the seconds of two calls in each round; the order changes from round to round."""
+    seconds: list[list[float]] = [[], []]
+    for turn in range(_ROUNDS):
+        for number in (0, 1) if turn % 2 else (1, 0):
+            count, began = 0, time.perf_counter()
+            while not count or time.perf_counter() < began + _SECONDS:
+                calls[number]()
+                count += 1
+            seconds[number].append((time.perf_counter() - began) / count)
+    return seconds
 
 
 def best(rows: Sequence[Row], max_error: float) -> Row | None:

@@ -258,16 +258,10 @@ def listen(address: str, port: int) -> socket.socket:
     """Listen on a port, as Triton does; 0 is any port.
 
     Raises:
-        ToolError: the port is taken or not allowed for this user, or the address is not of this
+        OSError: the port is taken or not allowed for this user, or the address is not of this
             machine.
     """
     is_6 = ":" in address
     family = socket.AF_INET6 if is_6 else socket.AF_INET
-    try:
-        # The address :: is all addresses of both families, as for Triton.
-        return socket.create_server((address, port), family=family, dualstack_ipv6=is_6)
-    except OSError as error:
-        raise ToolError(
-            f"{error.strerror}. Choose another port, such as 0, which takes a free one, or an"
-            " --address of this machine."
-        ) from None
+    # The address :: is all addresses of both families, as for Triton.
+    return socket.create_server((address, port), family=family, dualstack_ipv6=is_6)
