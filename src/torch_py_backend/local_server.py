@@ -24,8 +24,8 @@ from tritonclient.utils import triton_to_np_dtype
 from torch_py_backend.errors import InputError, ToolError, about, join_names
 from torch_py_backend.model_folders import remote_repository
 from torch_py_backend.server import tritonserver
-from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.serving import Serving
+from torch_py_backend.server.supervisor import Event
 
 if TYPE_CHECKING:
     from typing_extensions import Self

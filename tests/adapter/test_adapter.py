@@ -99,7 +99,7 @@ def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "warnings": [problem],
     }
     (status_file,) = instance_status.files(status)
-    assert instance_status.Reader(status_file).warnings() == report["warnings"]
+    assert instance_status.Reader(status_file).report()["warnings"] == report["warnings"]
     model.finalize()
     assert list(status.iterdir()) == []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torch_py_backend.server import server_arguments
-from torch_py_backend.server.lifecycle import Event
+from torch_py_backend.server.supervisor import Event
 
 # `cli.serve` is the command; other functions are in the module of the same name.
 serve = importlib.import_module("torch_py_backend.cli.serve")

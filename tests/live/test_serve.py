@@ -97,7 +97,7 @@ def test_warnings_of_a_load(repository: Path) -> None:
         assert served.ask("/ready/function") == ready
         served.skip_log()
         path.write_text(good)
-        supervised.until(lambda: "READY   function: reloaded" in served.text, served)
+        supervised.until(lambda: "READY   function 1: reloaded" in served.text, served)
         supervised.until(lambda: served.ask("/ready/function") == (200, {"ready": True}), served)
         assert "\nWARNING" not in served.text
 
@@ -126,8 +126,8 @@ def test_reload(repository: Path) -> None:
         served.wait_loaded()
         values: list[list[float]] = []
         for factor, event in (
-            ("x * 3", "READY +function: reloaded"),
-            ("x * (", "FAILED +function:"),
+            ("x * 3", "READY +function 1: reloaded"),
+            ("x * (", "FAILED +function 1:"),
         ):
             served.skip_log()
             source.write_text(text.replace("x * 2", factor))

@@ -16,8 +16,9 @@ from torch_py_backend.page import app
 from torch_py_backend.page.app import Page, Snapshot
 
 _UNKNOWN = "the parameter X is unknown and ignored"
-_READY = {"ready": False, "reason": "models do not serve", "models": {"b": "is down: died"}}
-_MODELS = {"a": "", "\udcff": "", "b": "is down: died", "grüße": ""}
+_DOWN = "is down: no model.py"
+_READY = {"ready": False, "reason": "models do not serve", "models": {"b": _DOWN}}
+_MODELS = {"a": "", "\udcff": "", "b": "is down: no /srv/b/model.py", "grüße": ""}
 _WARNINGS = {"a": [_UNKNOWN, "/srv/m/w.pt is unused"]}
 
 
@@ -63,13 +64,13 @@ def probed() -> Iterator[Probed]:
         ("/ready?verbose", 503, _READY),
         ("/ready/a", 200, {"ready": True, "warnings": [_UNKNOWN, "w.pt is unused"]}),
         ("/ready/gr%C3%BC%C3%9Fe", 200, {"ready": True}),
-        ("/ready/b", 503, {"ready": False, "reason": "is down: died"}),
+        ("/ready/b", 503, {"ready": False, "reason": _DOWN}),
         ("/ready/x", 404, {"ready": False, "reason": "no such model should serve"}),
         ("/", 404, "Not Found"),
     ],
 )
 def test_paths(path: str, status: int, body: object, probed: Probed) -> None:
-    """Each path has a status and JSON; models are named as in a URL."""
+    """Each path has a status and JSON without folders; models are named as in a URL."""
     assert probed.get(path) == (status, body)
 
 

@@ -104,12 +104,6 @@ def _precious(path: Path) -> Path:
     return path.parent.parent / "precious"
 
 
-def _names_a_link(path: Path) -> None:
-    link = path.parent / "torch-py-backend-link"
-    link.symlink_to(_precious(path))
-    path.write_text(str(link))
-
-
 def _is_another_users(path: Path) -> None:
     folder = path.parent / "torch-py-backend-a"
     _precious(path).rename(folder)
@@ -122,12 +116,10 @@ def _is_another_users(path: Path) -> None:
     "forge",
     [
         pytest.param(lambda path: path.write_text(str(_precious(path))), id="another folder"),
-        pytest.param(_names_a_link, id="a link to a folder"),
         pytest.param(
             _is_another_users,
             marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away"),
         ),
-        pytest.param(lambda path: path.write_bytes(b"torch-py-backend-a\0b"), id="null"),
         pytest.param(Path.touch, id="empty"),
         pytest.param(lambda path: path.symlink_to(_precious(path) / "file"), id="a link"),
         Path.mkdir,

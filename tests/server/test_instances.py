@@ -10,12 +10,8 @@ from pathlib import Path
 import pytest
 from processes import ended, instance
 
-from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import cleanup, instances
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
-
-_IDLE, _LOADING = InstanceState.IDLE, InstanceState.LOADING
-_COMPLETING = "status = instance_status.start_completing(model)"
 
 
 @pytest.fixture
@@ -34,38 +30,25 @@ def _next_failure(monitor: InstanceMonitor) -> InstanceFailure:
 
 
 @pytest.mark.parametrize(
-    ("what", "then", "state", "says"),
+    ("what", "then", "says"),
     [
-        ("status.idle()", "os.kill(os.getpid(), 9)", _IDLE, "m_0_0 was ended by SIGKILL"),
-        ("status.idle()", "os.kill(os.getpid(), 7)", _IDLE, "SIGBUS (is /dev/shm full?)"),
-        ("status.busy()", "os._exit(0)", InstanceState.BUSY, "m_0_0 died"),
-        ("pass", "os._exit(3)", _LOADING, "m_0_0 ended with exit code 3 while it was loaded"),
-        (
-            _COMPLETING,
-            "os._exit(1)",
-            InstanceState.COMPLETING,
-            "the process that completes its config ended with exit code 1",
-        ),
+        ("status.idle()", "os.kill(os.getpid(), 9)", "m_0_0 was ended by SIGKILL"),
+        ("status.idle()", "os.kill(os.getpid(), 7)", "SIGBUS (is /dev/shm full?)"),
+        ("status.busy()", "os._exit(0)", "m_0_0 died"),
+        ("pass", "os._exit(3)", "m_0_0 ended with exit code 3 while it was loaded"),
     ],
-    ids=["killed", "bus", "exit 0", "loading", "completing"],
+    ids=["killed", "bus", "exit 0", "loading"],
 )
-def test_deaths(
-    what: str,
-    then: str,
-    state: InstanceState,
-    says: str,
-    monitor: InstanceMonitor,
-    tmp_path: Path,
-) -> None:
-    """Each death is reported once, with its cause and last state, and the file is removed."""
+def test_deaths(what: str, then: str, says: str, monitor: InstanceMonitor, tmp_path: Path) -> None:
+    """Each death is reported once, with its cause, and the file is removed."""
     with instance(tmp_path, what, then=then) as process:
         ended(process)
         failure = _next_failure(monitor)
         assert says in failure.reason
-        assert failure.state is state
+        assert failure.in_load is (what == "pass")
         assert (failure.identity.model, failure.identity.pid) == ("m", process.pid)
         assert monitor.check() == []
-        assert monitor.live_processes("m") == set()
+        assert monitor.instances("m") == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,7 +113,7 @@ def test_an_instance_that_cannot_serve(
     ):
         failure = _next_failure(monitor)
         assert (failure.identity.pid, failure.reason) == (process.pid, f"instance m_0_0 {says}")
-        while process.pid in monitor.live_processes("m"):
+        while len(monitor.instances("m")) > 1:
             assert monitor.check() == []
             time.sleep(0.01)
         assert process.wait(60) == -signal.SIGKILL
@@ -159,40 +142,32 @@ def test_instances_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
         processes[1].send_signal(signal.SIGSTOP)  # as profilers do, for a moment
         assert monitor.check() == []
         processes[1].send_signal(signal.SIGCONT)
-        assert monitor.live_processes("m") == {process.pid for process in processes}
+        assert len(monitor.instances("m")) == 4
         assert [process.poll() for process in processes] == [None] * 4
 
 
 def test_what_the_instances_of_a_model_do(tmp_path: Path) -> None:
-    """They wait if all do; one is loading until it serves or is dead; each is killed by state."""
+    """They are idle if all are; those that are idle can be killed, and disregarded."""
     monitor = InstanceMonitor(tmp_path)
     with (
-        instance(tmp_path, "status.idle()") as serving,
-        instance(tmp_path, "pass", model="n") as other,
+        instance(tmp_path, "status.idle()") as idle,
+        instance(tmp_path, "status.idle()", model="n") as other,
     ):
         monitor.check()
+        assert monitor.models_with_instances() == {"m", "n"}
         assert 0 < monitor.idle_seconds("m") < 60
-        assert monitor.idle_seconds("n") == monitor.idle_seconds("unknown") == 0
-        assert monitor.live_processes("m") == {serving.pid}
-        other.kill()
-        ended(other)
-        monitor.check()
-        assert not monitor.is_loading()
-        with (
-            instance(tmp_path, "pass") as loading,
-            instance(tmp_path, "pass", model="o") as another,
-            instance(tmp_path, "status.busy()"),
-        ):
+        assert monitor.idle_seconds("unknown") == 0
+        with instance(tmp_path, "pass") as loading, instance(tmp_path, "status.busy()") as busy:
             monitor.check()
-            assert monitor.is_loading()
             assert monitor.idle_seconds("m") == 0
-            monitor.kill("m", _LOADING)
-            assert loading.wait(60) == -signal.SIGKILL
-            assert serving.poll() is None
-            assert another.poll() is None
+            monitor.disregard("m")
+            monitor.kill_idle("m")
+            assert idle.wait(60) == -signal.SIGKILL
+            assert monitor.check() == []
+            assert [process.poll() for process in (loading, busy, other)] == [None] * 3
 
 
-@pytest.mark.parametrize("what", ["status.busy()", "status.poisoned('?')"])
+@pytest.mark.parametrize("what", ["status.idle()", "status.busy()", "status.poisoned('?')"])
 def test_processes_of_others_are_never_killed(
     what: str, monitor: InstanceMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +178,7 @@ def test_processes_of_others_are_never_killed(
         assert _next_failure(monitor).reason.startswith("instance m_0_0")
         monitor.check()
         time.sleep(0.05)
-        monitor.kill("m", InstanceState.BUSY)
+        monitor.kill_idle("m")
         time.sleep(0.05)
         assert process.poll() is None
 

@@ -15,7 +15,7 @@ from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 from torch_py_backend import local_server
 from torch_py_backend.errors import InputError, ToolError
 from torch_py_backend.local_server import LocalServer
-from torch_py_backend.server.lifecycle import Event
+from torch_py_backend.server.supervisor import Event
 
 
 class _Echo:

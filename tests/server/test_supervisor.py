@@ -9,18 +9,16 @@ import grpc
 import pytest
 
 from torch_py_backend.errors import ToolError
-from torch_py_backend.processes.instance_status import Identity, InstanceState
+from torch_py_backend.processes.instance_status import Identity
 from torch_py_backend.server import client
 from torch_py_backend.server.client import ModelState
 from torch_py_backend.server.instances import InstanceFailure
-from torch_py_backend.server.lifecycle import Event
-from torch_py_backend.server.supervisor import Supervisor
+from torch_py_backend.server.supervisor import Event, Supervisor
 
 _READY, _UNLOADED = "READY", "unloaded"
-_DEAD = ToolError("Stub process 'a_0' is not healthy.")
+_DEAD = ToolError("Stub process 'a_0' is not healthy")
 _TIMED_OUT = ToolError("Deadline Exceeded")
 _UNSUITABLE = ToolError("a shell would change the name")
-_STUCK = "Triton never stops waiting for it: only a new server can load it"
 _TIMEOUT = "took longer than 100 s (--load-timeout)"
 
 
@@ -49,7 +47,7 @@ class FakeServer:
         rows: the largest batches in the configs of models that were loaded with one.
         unlisted: models that Triton's index does not list.
         pending: loads and unloads that the test completes; None: they complete at once.
-        loading: whether instances load; otherwise they are idle, since `idle_since`.
+        idle_since: since when instances are idle; None: they are loaded or at work.
         reported: the warnings in the load reports of each model's instances.
     """
 
@@ -75,9 +73,9 @@ class FakeServer:
         self.pending: list[Callable[[], None]] | None = None
         self.answers = True
         self.refuses_unloads = False
-        self.loading = False
-        self.idle_since = 0.0
+        self.idle_since: float | None = None
         self.reported: dict[str, list[str]] = {}
+        self.disregarded: set[int] = set()
         self._last_pid = 100
         self.supervisor = Supervisor(
             cast("Any", self),
@@ -175,11 +173,8 @@ class FakeServer:
         failures, self.failures = self.failures, []
         return failures
 
-    def is_loading(self) -> bool:
-        return self.loading
-
     def idle_seconds(self, model: str) -> float:
-        return self.now - self.idle_since if model in self.pids and not self.loading else 0.0
+        return 0.0 if self.idle_since is None else self.now - self.idle_since
 
     def warnings(self, model: str) -> list[str]:
         return self.reported.get(model, []) if model in self.pids else []
@@ -187,27 +182,22 @@ class FakeServer:
     def models_with_instances(self) -> set[str]:
         return set(self.pids)
 
-    def live_processes(self, model: str) -> set[int]:
+    def instances(self, model: str) -> set[int]:
         return ({self.pids[model]} if model in self.pids else set()) | self.survivors
 
-    def kill(self, model: str, *states: InstanceState) -> None:
-        is_loading = model in self.pids and self.loading
-        state = InstanceState.LOADING if is_loading else InstanceState.IDLE
-        if state in states:
-            self.killed.append(f"{model} {state.name}")
+    def disregard(self, model: str) -> None:
+        self.disregarded = self.instances(model)
+
+    def kill_idle(self, model: str) -> None:
+        self.killed.append(model)
 
     def die(
-        self,
-        model: str,
-        reason: str = "was killed",
-        state: InstanceState = InstanceState.IDLE,
-        *,
-        copied: bool = False,
+        self, model: str, reason: str = "was killed", *, in_load: bool = False, copied: bool = False
     ) -> None:
-        """End an instance, which serves unless it is LOADING; Triton's state stays."""
-        pid = 1 if state is InstanceState.LOADING else self.pids.pop(model, 1)
+        """End an instance; Triton's state stays."""
+        pid = 1 if in_load else self.pids.pop(model, 1)
         identity = Identity(pid, model, f"{model}_0", None, copied=copied)
-        self.failures.append(InstanceFailure(identity, reason, state))
+        self.failures.append(InstanceFailure(identity, reason, in_load))
 
     # --- for tests ---
 
@@ -251,24 +241,15 @@ def _serving(*models: str, **options: Any) -> FakeServer:
     return server
 
 
-def _loading(*, loading: bool = True) -> tuple[FakeServer, Callable[[], None]]:
+def _loading() -> tuple[FakeServer, Callable[[], None]]:
     """Return a server whose model `a` is being loaded, in process 5, and the end of that load."""
     server = FakeServer("a")
     server.pending = []
     server.supervisor.load(["a"])
     load = server.pending.pop()
-    server.pending, server.loading = None, loading
+    server.pending = None
     server.pids["a"] = 5
     return server, load
-
-
-def _fail(server: FakeServer, load: Callable[[], None]) -> None:
-    """End a load whose process was killed; the next one succeeds."""
-    server.refusals["a"] = _DEAD
-    load()
-    server.refusals.clear()
-    server.pids.clear()
-    server.step(3)
 
 
 # --- loads and deaths ------------------------------------------------------------------------
@@ -279,15 +260,12 @@ def test_models_are_loaded() -> None:
     server = FakeServer("a", "b", "c")
     assert server.supervisor.snapshot.problem == "the server is being started"
     server.refusals["c"] = _UNSUITABLE
-    server.refusals["b"] = ToolError(
-        "load failed for model 'b': version 1 is at UNAVAILABLE"
-        " state: Internal: no /srv/models/b/1/model.py;\n\nAt:\n  x"
-    )
+    server.refusals["b"] = ToolError("no /srv/b/model.py")
     server.supervisor.load(["a", "b", "c"])
     assert not server.supervisor.initial_loads_done
     server.step()
     assert server.supervisor.initial_loads_done
-    why = {"b": "stays down: no model.py", "c": f"stays down: {_UNSUITABLE}"}
+    why = {"b": "stays down: no /srv/b/model.py", "c": f"stays down: {_UNSUITABLE}"}
     server.expect("FAILED c, READY a 1, FAILED b 1", "load a, load b", why)
     server.after(200, not_ready=why)
 
@@ -298,8 +276,8 @@ def test_warnings_follow_each_load() -> None:
     server.reported["a"] = ["model 'a': slow", "model 'a': no x: model 'a': y raised"]
     server.supervisor.load(["a", "b"])
     server.step(3)
-    assert [event.text for event in server.events[2:]] == ["slow", "no x: y raised"]
-    server.expect("READY a 1, READY b 1, WARNING a, WARNING a", "load a, load b")
+    assert [event.text for event in server.events[1:3]] == ["slow", "no x: y raised"]
+    server.expect("READY a 1, WARNING a, WARNING a, READY b 1", "load a, load b")
     assert server.supervisor.snapshot.warnings == {"a": ["slow", "no x: y raised"]}
     del server.reported["a"][0]
     server.die("a")
@@ -337,15 +315,9 @@ def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
     server.step(3)
     assert server.killed == []
     server.after(9, "DOWN a", "unload a", {"a": "is down: was killed"})
-    assert set(server.killed) == {"a IDLE"}
-    server.pending = []
-    server.advance(2)
-    (load,) = server.pending
-    server.failures.append(InstanceFailure(Identity(5, "a", "a_0", None), "was killed"))
-    server.step()
-    load()
-    server.survivors = set()
-    server.after(0.1, "READY a 1", "load a")
+    assert set(server.killed) == {"a"}
+    server.after(2, "READY a 1", "load a")
+    assert server.disregarded == {5}
 
 
 def test_a_model_that_dies_again_and_again() -> None:
@@ -371,7 +343,7 @@ def test_a_crash_loop_at_start_up() -> None:
     server.supervisor.load(["a", "b"])
     server.step()
     assert server.supervisor.initial_loads_done
-    again = {"a": "is being loaded: Stub process 'a_0' is not healthy"}
+    again = {"a": f"is being loaded: {_DEAD}"}
     server.expect("DOWN a, READY b 1", "load a, load b, load a", again)
     server.advance(250)
     texts = [event.text for event in server.events]
@@ -420,7 +392,7 @@ def test_an_unload_that_fails() -> None:
     server = _serving("a", restarts=2)
     server.die("a")
     server.refuses_unloads = True
-    server.after(0.3, "DOWN a, DOWN a", "unload a", {"a": "is down: no"})
+    server.after(0.3, "DOWN a", "unload a, unload a, unload a", {"a": "is down: was killed"})
     server.refuses_unloads = False
     server.after(3, "READY a 1", "unload a, load a")
 
@@ -560,12 +532,19 @@ def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
     server = _serving("a")
     server.states["a"] = ""  # Triton's LOADING
     server.after(2, not_ready={"a": "is being loaded"})
-    server.die("a", _TIMEOUT, InstanceState.LOADING)
+    server.die("a", _TIMEOUT, in_load=True)
     server.step()
     server.states["a"] = str(_DEAD)
-    server.after(2, "FAILED a", "", {"a": f"stays down: {_TIMEOUT}"})
+    server.after(2, "FAILED a 1", "", {"a": f"stays down: {_TIMEOUT}"})
     server.start("a")
     server.after(2, "READY a 1")
+
+
+def test_a_user_s_load_that_dies_while_another_version_serves() -> None:
+    """It is reported, as Triton's index shows nothing of it."""
+    server = _serving("a")
+    server.die("a", _TIMEOUT, in_load=True)
+    server.after(2, "FAILED a 1")
 
 
 # --- models whose files change ---------------------------------------------------------------
@@ -582,7 +561,7 @@ def test_reloads() -> None:
     assert not server.supervisor.reload("a", "1/model.py")
     server.after(0.1, "CHANGED a")
     server.pending.pop()()
-    server.after(0.1, "READY a", "load a")
+    server.after(0.1, "READY a 1", "load a")
     server.pending = None
     server.refusals["b"] = ToolError("no")
     server.states["b"] = ""
@@ -600,49 +579,28 @@ def test_reloads() -> None:
 # --- loads that take long --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_a_load_that_takes_too_long(dies: bool) -> None:
-    """Its process is killed, the load then fails in Triton, and the model is loaded again."""
+@pytest.mark.parametrize(
+    ("idle_since", "state", "killed"),
+    [(10.0, "", True), (10.0, _READY, False), (None, "", False)],
+    ids=["forgotten", "ready", "busy"],
+)
+def test_a_load_whose_instances_wait(idle_since: float | None, state: str, killed: bool) -> None:
+    """They are killed after 30 s, unless Triton has accepted them or they work; then replaced."""
     server, load = _loading()
-    if dies:  # the limit holds for its other instances
-        server.die("a", _TIMEOUT, InstanceState.LOADING)
-    server.advance(99)
+    server.states["a"], server.idle_since = state, idle_since
+    server.advance(39)
     assert server.killed == []
     server.advance(2)
-    assert set(server.killed) == {"a LOADING"}
-    server.loading, server.idle_since = False, server.now - 1  # Triton forgot one that is loaded
-    server.step()
-    assert set(server.killed) == {"a LOADING", "a IDLE"}
-    server.expect(not_ready={"a": "is being loaded"})
-    _fail(server, load)
-    assert _TIMEOUT in server.events[0].text
-    server.expect("DOWN a, READY a 1", "load a, load a")
-
-
-def test_a_load_that_triton_gave_up() -> None:
-    """Instances that were loaded 30 s ago, while nothing else loads, are killed and replaced."""
-    server, load = _loading()
-    server.advance(40)
-    server.loading, server.idle_since = False, server.now
-    server.advance(29)
-    assert server.killed == []
-    server.advance(2)
-    assert set(server.killed) == {"a IDLE"}
-    _fail(server, load)
-    assert "did not accept it after its load" in server.events[0].text
-    server.expect("DOWN a, READY a 1", "load a, load a")
-
-
-@pytest.mark.parametrize("what", ["ready", "busy"])
-def test_a_load_that_waits_for_others(what: str) -> None:
-    """A model that is READY, or at work, is left alone while its load lasts."""
-    server, _ = _loading(loading=False)
-    server.states["a"] = _READY if what == "ready" else ""
-    for _ in range(80):
-        server.advance(1)
-        if what == "busy":
-            server.idle_since = server.now
-    assert server.killed == []
+    assert set(server.killed) == ({"a"} if killed else set())
+    if killed:
+        server.idle_since = None
+        server.refusals["a"] = _DEAD
+        load()
+        server.refusals.clear()
+        server.pids.clear()
+        server.step(3)
+        assert "did not accept it after its load" in server.events[0].text
+        server.expect("DOWN a, READY a 1", "load a, load a")
 
 
 def test_a_load_that_never_ends() -> None:
@@ -652,5 +610,5 @@ def test_a_load_that_never_ends() -> None:
     server.after(130, not_ready={"a": "is being loaded"})
     server.refusals["a"] = _TIMED_OUT
     load()
-    server.after(0.1, "GIVEN UP a", "load a", {"a": f"stays down: its load {_TIMEOUT}; {_STUCK}"})
+    server.after(0.1, "GIVEN UP a", "load a", {"a": f"stays down: its load {_TIMEOUT}"})
     assert server.supervisor.initial_loads_done

@@ -91,15 +91,12 @@ class TritonPythonModel:
         loaded in a child process. A complete config does not import torch.
         """
         document = auto_complete_model_config.as_dict()
-        status = instance_status.start_completing(document["name"])
         try:
             execution_env.check_running_python(execution_env.environment_path(document))
             if completion.is_incomplete(document):
                 _complete(auto_complete_model_config, document)
         except BackendError as error:
             raise pb_utils.TritonModelException(named(document["name"], error)) from error
-        finally:
-            status.ended()
         return auto_complete_model_config
 
     def _start(self, args: Mapping[str, str]) -> None:

@@ -17,8 +17,8 @@ from torch_py_backend.model_folders import remote_repository
 from torch_py_backend.processes import procfs
 from torch_py_backend.server import cleanup, installation, server_arguments
 from torch_py_backend.server import tritonserver as tritonservers
-from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.serving import Serving
+from torch_py_backend.server.supervisor import Event
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _LOCAL = ("127.0.0.1", "localhost", "::1")

@@ -115,45 +115,46 @@ class Page:
         self._server.should_exit = self._server.force_exit = True
         self._thread.join()
 
-    # --- endpoints -------------------------------------------------------------------------------
-
     async def _live(self, _request: Request) -> Response:
-        return _response("live", self._server_problem(self._snapshot()))
+        return _response("live", self._problem())
 
     async def _ready(self, _request: Request) -> Response:
-        snapshot = self._snapshot()
-        reasons = {name: reason for name, reason in snapshot.models.items() if reason}
-        problem = self._problem(snapshot) or ("models do not serve" if reasons else "")
-        return _response("ready", problem, models=reasons)
+        models = self._snapshot().models
+        reasons = {name: sanitize_line(reason) for name, reason in models.items() if reason}
+        problem = self._stopping() or self._problem()
+        reason = problem or ("models do not serve" if reasons else "")
+        return _response("ready", reason, models=reasons)
 
     async def _model_ready(self, request: Request) -> Response:
         snapshot = self._snapshot()
         model = request.path_params["model"]
-        problem = self._problem(snapshot)
+        problem = self._stopping() or self._problem()
         if not problem and model not in snapshot.models:
-            body = {"ready": False, "reason": "no such model should serve"}
-            return _json(body, HTTPStatus.NOT_FOUND)
+            reason = "no such model should serve"
+            return _response("ready", reason, HTTPStatus.NOT_FOUND)
         warnings = [sanitize_line(text) for text in snapshot.warnings.get(model, ())]
-        return _response("ready", problem or snapshot.models[model], warnings=warnings)
+        reason = problem or sanitize_line(snapshot.models[model])
+        return _response("ready", reason, warnings=warnings)
 
-    def _problem(self, snapshot: Snapshot) -> str:
-        return "the server is being stopped" if self.stopping else self._server_problem(snapshot)
+    def _stopping(self) -> str:
+        return "the server is being stopped" if self.stopping else ""
 
-    def _server_problem(self, snapshot: Snapshot) -> str:
+    def _problem(self) -> str:
+        """Return the problem of the whole server, if any."""
+        snapshot = self._snapshot()
         is_stale = snapshot.at and time.monotonic() - snapshot.at > _STALE_S
         return snapshot.problem or ("the models are no longer monitored" if is_stale else "")
 
 
-def _response(key: str, reason: str, **more: object) -> Response:
-    """Return 200 without a reason, else 503; empty values are left out."""
+def _response(
+    key: str, reason: str, status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE, **more: object
+) -> Response:
+    """Return 200 without a reason, else the status; empty values are left out."""
     details = {"reason": reason, **more}
     body = {key: not reason, **{name: value for name, value in details.items() if value}}
-    return _json(body, HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK)
-
-
-def _json(body: Mapping[str, object], status: HTTPStatus) -> Response:
     # In ASCII: a name given on the command line need not be UTF-8.
-    return Response(json.dumps(body), status, media_type="application/json")
+    text = json.dumps(body)
+    return Response(text, status if reason else HTTPStatus.OK, media_type="application/json")
 
 
 class _Connection(H11Protocol):

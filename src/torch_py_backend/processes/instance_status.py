@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import printable
 from torch_py_backend.files import replace
 
 # Every process of a server inherits this variable; it names the server's status folder.
@@ -38,7 +37,6 @@ class InstanceState(IntEnum):
     IDLE = 2
     BUSY = 3
     POISONED = 4
-    COMPLETING = 5
 
 
 class Identity(NamedTuple):
@@ -57,36 +55,32 @@ class Identity(NamedTuple):
 
 
 class Status(NamedTuple):
-    """The state of an instance, and its start in nanoseconds of CLOCK_MONOTONIC."""
+    """The state of an instance, and its start in seconds of CLOCK_MONOTONIC."""
 
     state: InstanceState
-    since: int
+    since: float
 
 
 class InstanceStatus:
     """The status of this instance, for its metrics and, in a supervised server, in files.
 
     Args:
-        state: the first state.
         identity: written to the report; None: there are no files.
     """
 
-    def __init__(
-        self, state: InstanceState = InstanceState.LOADING, identity: Identity | None = None
-    ) -> None:
-        folder = os.environ.get(VARIABLE, "")
+    def __init__(self, identity: Identity | None = None) -> None:
         self._path: Path | None = None
-        if identity is not None and folder and Path(folder).is_dir():
-            self._path = Path(folder) / f"{identity.pid}{SUFFIX}"
+        self._state = _unpublished()
+        folder = _folder()
+        if identity is not None and folder is not None:
+            self._path = folder / f"{identity.pid}{SUFFIX}"
             self._report: dict[str, object] = {}
             self.report({"identity": identity._asdict()})
-            page = _word(state).to_bytes(8, sys.byteorder).ljust(_SIZE, b"\0")
-            replace(self._path, page, 0o600)
+            page = _word(InstanceState.LOADING).to_bytes(8, sys.byteorder)
+            replace(self._path, page.ljust(_SIZE, b"\0"), 0o600)
             with self._path.open("r+b") as file:
                 # Reads and writes of an aligned word are atomic.
                 self._state = memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("Q")
-        else:
-            self._state = _unpublished()
 
     def report(self, document: Mapping[str, object]) -> None:
         """Add to the report, as once the model is loaded and before Triton reports it READY."""
@@ -106,10 +100,8 @@ class InstanceStatus:
 
     def running_seconds(self) -> float:
         """Return the seconds since the start of the current call; 0 between calls."""
-        word = self._state[0]
-        if word & _STATES != InstanceState.BUSY:
-            return 0.0
-        return (time.monotonic_ns() - (word >> _STATE_BITS)) * 1e-9
+        status = _status(self._state[0])
+        return time.monotonic() - status.since if status.state is InstanceState.BUSY else 0.0
 
     def poisoned(self, reason: str) -> None:
         """Report that the instance cannot compute any more and must be replaced.
@@ -130,9 +122,13 @@ def _word(state: InstanceState) -> int:
     return time.monotonic_ns() << _STATE_BITS | state
 
 
+def _status(word: int) -> Status:
+    return Status(InstanceState(word & _STATES), (word >> _STATE_BITS) * 1e-9)
+
+
 def _unpublished() -> memoryview[int]:
     """Return the memory of a state that no file has."""
-    return memoryview(bytearray(8)).cast("Q")
+    return memoryview(bytearray(_word(InstanceState.LOADING).to_bytes(8, sys.byteorder))).cast("Q")
 
 
 def start(config: ModelConfig) -> InstanceStatus:
@@ -142,13 +138,12 @@ def start(config: ModelConfig) -> InstanceStatus:
     # a model's folder has the model's name.
     copied = config.folder.absolute().name != config.name
     limit = config.options.execution_timeout_ms
-    identity = Identity(os.getpid(), config.name, config.instance, limit, copied)
-    return InstanceStatus(identity=identity)
+    return InstanceStatus(Identity(os.getpid(), config.name, config.instance, limit, copied))
 
 
-def start_completing(model: str) -> InstanceStatus:
-    """Return the status of a process that completes a model's config and then ends."""
-    return InstanceStatus(InstanceState.COMPLETING, Identity(os.getpid(), model, "", None))
+def _folder() -> Path | None:
+    folder = os.environ.get(VARIABLE)
+    return Path(folder) if folder and Path(folder).is_dir() else None
 
 
 def server_folder() -> Path | None:
@@ -156,8 +151,8 @@ def server_folder() -> Path | None:
 
     None: that server was not started by this package, and its folder is not removed.
     """
-    status = os.environ.get(VARIABLE)
-    return Path(status).parent if status and Path(status).is_dir() else None
+    folder = _folder()
+    return folder and folder.parent
 
 
 def files(folder: Path) -> list[Path]:
@@ -175,37 +170,22 @@ class Reader:
     """Reads the files of one instance.
 
     Raises:
-        OSError: a file cannot be opened.
-        ValueError: they are not those of an instance.
+        OSError: a file cannot be opened: the instance has ended and removed its files.
+        ValueError: a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._report = path, path.with_suffix(_REPORT)
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
-        self.read()  # raises a ValueError if there is no such state
-        try:
-            self.identity = Identity(**self._report()["identity"])
-        except (KeyError, TypeError):
-            raise ValueError(path.name) from None
-        # The process may be killed.
-        if path.name != f"{self.identity.pid}{SUFFIX}":
-            raise ValueError(path.name)
+        self.identity = Identity(**json.loads(self._report.read_bytes())["identity"])
 
     def read(self) -> Status:
         """Return the current status."""
-        word = int.from_bytes(self._map[:8], sys.byteorder)
-        return Status(InstanceState(word & _STATES), word >> _STATE_BITS)
+        return _status(int.from_bytes(self._map[:8], sys.byteorder))
 
-    def warnings(self) -> list[str]:
-        """Return the warnings of the load; empty if it has not ended."""
-        warnings: list[str] = self._report().get("warnings", [])
-        return [printable(text) for text in warnings]
-
-    def poison(self) -> str:
-        """Return why the instance is poisoned; empty: it is not, or its disk is full."""
-        return str(self._report().get("poisoned", ""))
-
-    def _report(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(self.path.with_suffix(_REPORT).read_bytes())
-        return document
+    def report(self) -> dict[str, Any]:
+        """Return what the instance has reported; nothing if it has ended and removed its files."""
+        with contextlib.suppress(OSError):
+            return dict(json.loads(self._report.read_bytes()))
+        return {}

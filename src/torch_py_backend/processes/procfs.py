@@ -18,13 +18,12 @@ _HINTS: dict[int, str] = {
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty if the process is gone."""
-    # The process name, in brackets before the state, may hold any text.
-    try:
+    """Return the fields of /proc/PID/stat from the state on; none if the process is gone."""
+    with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
+        # The process name, in brackets before the state, may hold any text.
+        return text.rpartition(")")[2].split()
+    return []
 
 
 def start_time(pid: int) -> str | None:

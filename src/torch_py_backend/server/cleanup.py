@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import shutil
-import stat
 import tempfile
 import uuid
 from pathlib import Path
@@ -51,22 +50,20 @@ class ServerFolder:
         self._locks: list[int] = []
         try:
             self.status.mkdir(mode=0o700)
+            owner = SHARED_MEMORY / f"{self.prefix}{_OWNER}"
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            self._locks.append(os.open(owner, flags, 0o600))
+            # Locked before it is written: `sweep` ignores an empty file.
+            fcntl.flock(self._locks[0], fcntl.LOCK_EX)
+            os.write(self._locks[0], os.fsencode(self.path))
             # systemd-tmpfiles, which removes old files in /tmp, leaves locked folders alone. Other
             # file systems, such as NFS, may not lock folders.
+            self._locks.append(os.open(self.path, os.O_RDONLY))
             with contextlib.suppress(OSError):
-                self._lock(self.path, os.O_RDONLY)
-            # Locked before it is written: `sweep` ignores an empty file.
-            owner = SHARED_MEMORY / f"{self.prefix}{_OWNER}"
-            file = self._lock(owner, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            os.write(file, os.fsencode(self.path))
+                fcntl.flock(self._locks[1], fcntl.LOCK_EX)
         except BaseException:
             self.close()
             raise
-
-    def _lock(self, path: Path, flags: int) -> int:
-        self._locks.append(os.open(path, flags, 0o600))
-        fcntl.flock(self._locks[-1], fcntl.LOCK_EX)
-        return self._locks[-1]
 
     def close(self) -> None:
         """Remove the resources, and release the locks. May be called twice."""
@@ -79,8 +76,8 @@ def remove(prefix: str, folder: Path) -> None:
     """Kill the remaining instances of a server, then remove its regions and its folder."""
     kill_all(folder / "status")
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # owned by another user, or removed already
-            region.unlink()
+        with contextlib.suppress(OSError):  # owned by another user
+            region.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -93,13 +90,9 @@ def sweep() -> None:
         with contextlib.suppress(OSError, ValueError), open(os.open(path, flags), "r+b") as file:  # noqa: PTH123
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             folder = Path(os.fsdecode(file.read(4096)))
-            users, is_folder = {os.fstat(file.fileno()).st_uid}, True
-            with contextlib.suppress(FileNotFoundError):  # only regions are left
-                status = folder.lstat()  # of the folder itself: a link may lead anywhere
-                users.add(status.st_uid)
-                is_folder = stat.S_ISDIR(status.st_mode)
             # This may run as root, for a file that another user has written.
-            if users == {os.getuid()} and is_folder and folder.name.startswith(_FOLDER):
+            is_own = os.fstat(file.fileno()).st_uid == os.getuid()
+            if is_own and folder.name.startswith(_FOLDER):
                 remove(path.name.removesuffix(_OWNER), folder)
 
 

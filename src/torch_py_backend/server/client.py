@@ -8,7 +8,6 @@ each load. Here, no thread waits for the answer: a call is a future that is poll
 from __future__ import annotations
 
 import collections
-import contextlib
 import http.client
 import json
 import re
@@ -22,11 +21,11 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from torch_py_backend.errors import sanitize_line
 from torch_py_backend.server import server_arguments
 
 _REQUEST_S = 10.0
 _UNLOAD_S = 30.0
+_UNLOADED = "unloaded"
 _NOT_POLLED = "failed to poll from model repository"
 # What Triton puts before the reason of a failed load: the model, the version, the code.
 _NESTING = re.compile(
@@ -41,24 +40,18 @@ class ModelState:
     """The state of a model in Triton's repository index.
 
     Attributes:
-        serving: the versions that serve; a version without a number is "".
-        withdrawn: the versions that were unloaded, or are being unloaded.
-        unloaded: whether these are all versions.
-        reason: why a version does not serve that was not unloaded, in Triton's words.
+        ready: whether at least one version serves.
+        unloaded: whether none serves, and one was unloaded or is being unloaded. Triton still
+            reports versions that failed before.
+        reason: why a version does not serve that was not unloaded.
         versions: the versions that serve; all versions if none serves.
     """
 
     name: str
-    serving: frozenset[str] = frozenset()
-    withdrawn: frozenset[str] = frozenset()
+    ready: bool = False
     unloaded: bool = False
     reason: str = ""
     versions: str = ""
-
-    @property
-    def ready(self) -> bool:
-        """Whether at least one version serves."""
-        return bool(self.serving)
 
 
 def states(index: Iterable[Mapping[str, str]]) -> list[ModelState]:
@@ -70,30 +63,28 @@ def states(index: Iterable[Mapping[str, str]]) -> list[ModelState]:
 
 
 def _state(name: str, entries: list[Mapping[str, str]]) -> ModelState:
-    serving, withdrawn, reasons = [], [], []
-    for entry in entries:
-        version, reason = entry.get("version", ""), entry.get("reason", "")
-        if entry.get("state") == "READY":
-            serving.append(version)
-        elif entry.get("state") == "UNLOADING" or reason == "unloaded":
-            withdrawn.append(version)
-        elif reason:
-            reasons.append(reason)
-    versions = serving or [entry["version"] for entry in entries if entry.get("version")]
+    serving = [entry for entry in entries if entry.get("state") == "READY"]
+    reasons = [entry.get("reason", "") for entry in entries]
+    is_unloading = any(entry.get("state") == "UNLOADING" for entry in entries)
+    failures = [reason for reason in reasons if reason not in ("", _UNLOADED)]
+    versions = [entry["version"] for entry in serving or entries if entry.get("version")]
     return ModelState(
         name,
-        frozenset(serving),
-        frozenset(withdrawn),
-        unloaded=len(withdrawn) == len(entries),
-        reason=reasons[0] if reasons else "",
+        ready=bool(serving),
+        unloaded=not serving and (is_unloading or _UNLOADED in reasons),
+        reason=cause(name, failures[0]) if failures else "",
         versions=",".join(versions),
     )
 
 
+def cause(model: str, reason: str) -> str:
+    """Return Triton's reason for a line that has the model's name, without stack trace."""
+    text = _NESTING.sub("", reason.partition("\n\nAt:")[0])
+    return text.replace(f"model '{model}': ", "").strip(".; \n") or "no reason was given"
+
+
 class TritonClient:
     """A client of one server.
-
-    Requests raise an OSError if the server does not answer, or not completely.
 
     Args:
         http_address: host and port.
@@ -120,28 +111,30 @@ class TritonClient:
         self._channel = grpc.insecure_channel(grpc_address)
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    # --- over HTTP -------------------------------------------------------------------------------
-
     def models(self, instances: Collection[str] = ()) -> list[ModelState]:
         """Return the current states of the models in the repository.
 
         Args:
             instances: models with instances. Triton does not list those that were loaded with
                 files under a new name.
+
+        Raises:
+            OSError: the server does not answer, or not completely.
         """
         listed = states(json.loads(self._request("repository/index", b"{}")))
         names = {state.name for state in listed}
-        for name in instances:
-            if name not in names and self.config(name):
-                listed.append(ModelState(name, serving=frozenset({""})))
-        return listed
+        loaded = [name for name in instances if name not in names and self.config(name)]
+        return listed + [ModelState(name, ready=True) for name in loaded]
 
-    def config(self, model: str) -> dict[str, Any]:
-        """Return the config that a model was loaded with; empty if it is not loaded."""
+    def config(self, model: str) -> dict[str, Any] | None:
+        """Return the config of a model: empty if it is not loaded, None if there is no answer."""
         path = f"models/{urllib.parse.quote(model, safe='')}/config"
-        with contextlib.suppress(urllib.error.HTTPError):
+        try:
             return dict(json.loads(self._request(path)))
-        return {}
+        except urllib.error.HTTPError:
+            return {}
+        except OSError:
+            return None
 
     def _request(self, path: str, data: bytes | None = None) -> str:
         url = f"http://{self._http_address}/v2/{path}"
@@ -152,8 +145,6 @@ class TritonClient:
                 return str(response.read().decode(errors="replace"))
         except http.client.HTTPException as error:
             raise ConnectionError(repr(error)) from None
-
-    # --- over gRPC -------------------------------------------------------------------------------
 
     def load(
         self, model: str, seconds: float, config: Mapping[str, Any] | None = None
@@ -183,11 +174,12 @@ class TritonClient:
         return method.future(request, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
 
     def failure(self, model: str, call: grpc.Future) -> str:
-        """Return why a call that has ended failed, in Triton's words; empty: it succeeded."""
+        """Return why a call that has ended failed; empty: it succeeded."""
         if call.code() is grpc.StatusCode.OK:
             return ""
         reason = str(call.details() or call.code())
-        return (self._poll_failure(model) if _NOT_POLLED in reason else "") or reason
+        poll_failure = self._poll_failure(model) if _NOT_POLLED in reason else ""
+        return cause(model, poll_failure or reason)
 
     def close(self) -> None:
         """Close the connection; pending calls fail."""
@@ -197,17 +189,3 @@ class TritonClient:
 def _utf8(name: str) -> str:
     """Return the name of a folder, which need not be UTF-8, as Triton's messages can hold it."""
     return name.encode(errors="replace").decode()
-
-
-# --- Triton's reasons ----------------------------------------------------------------------------
-
-
-def cause(model: str, reason: str) -> str:
-    """Return why a model does not serve, for a line that has its name."""
-    text = _NESTING.sub("", reason.partition("\n\nAt:")[0]).strip("; \n")
-    return text.replace(f"model '{model}': ", "")
-
-
-def public_reason(model: str, reason: str) -> str:
-    """Return Triton's reason as one line without stack trace, folders and final full stop."""
-    return sanitize_line(cause(model, reason)).rstrip(".; ") or "no reason was given"

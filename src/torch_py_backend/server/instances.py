@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
+from torch_py_backend.errors import printable
 from torch_py_backend.processes import instance_status, procfs
 from torch_py_backend.processes.instance_status import Identity, InstanceState, Reader
 from torch_py_backend.server import cleanup
@@ -22,20 +23,14 @@ _GRACE_S = 1.0
 # state, so this limit may be short.
 _STOPPED_S = 2.0
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-_NS = 1e9
 
 
 class InstanceFailure(NamedTuple):
-    """An instance that cannot serve any more.
-
-    Attributes:
-        state: the last state. If it dies while COMPLETING, Triton waits for it forever; while
-            LOADING, other instances of the model may serve.
-    """
+    """An instance that cannot serve any more, and whether it was being loaded."""
 
     identity: Identity
     reason: str
-    state: InstanceState = InstanceState.IDLE
+    in_load: bool = False
 
 
 class InstanceMonitor:
@@ -55,11 +50,11 @@ class InstanceMonitor:
             if path not in self._instances:
                 # OSError: the instance has ended and removed its files. Damaged ones are ignored.
                 with contextlib.suppress(OSError, ValueError):
-                    self._instances[path] = _Instance(Reader(path), self._load_seconds)
+                    self._instances[path] = _Instance(Reader(path))
         failures = []
         for path, instance in list(self._instances.items()):
             process_status = instance.process_status()
-            reason = instance.problem(process_status)
+            reason = instance.problem(process_status, self._load_seconds)
             if reason and not instance.reported:
                 instance.reported = True
                 failures.append(instance.failure(reason))
@@ -72,58 +67,54 @@ class InstanceMonitor:
                 del self._instances[path]
         return failures
 
-    def _of(self, model: str) -> list[_Instance]:
+    def instances(self, model: str) -> list[_Instance]:
+        """Return the instances of a model whose processes had not ended at the last check."""
         return [
             instance for instance in self._instances.values() if instance.identity.model == model
         ]
 
-    def is_loading(self) -> bool:
-        """Return whether an instance of any model is being loaded, or a config completed."""
-        states = {instance.reader.read().state for instance in self._instances.values()}
-        return bool(states & {InstanceState.LOADING, InstanceState.COMPLETING})
+    def models_with_instances(self) -> set[str]:
+        """Return the models that have instances."""
+        return {instance.identity.model for instance in self._instances.values()}
+
+    def disregard(self, model: str) -> None:
+        """Return no failures of the instances that a model has now."""
+        for instance in self.instances(model):
+            instance.reported = True
 
     def idle_seconds(self, model: str) -> float:
         """Return for how long all instances have been idle; 0 if one is busy, or without instances.
 
         It is the time since the last of them ended its load or a call.
         """
-        statuses = [instance.reader.read() for instance in self._of(model)]
+        statuses = [instance.reader.read() for instance in self.instances(model)]
         if not statuses or any(status.state is not InstanceState.IDLE for status in statuses):
             return 0.0
-        return time.monotonic() - max(status.since for status in statuses) / _NS
+        return time.monotonic() - max(status.since for status in statuses)
+
+    def kill_idle(self, model: str) -> None:
+        """Kill the instances of a model that are idle."""
+        for instance in self.instances(model):
+            if instance.reader.read().state is InstanceState.IDLE:
+                instance.kill()
 
     def warnings(self, model: str) -> list[str]:
-        """Return the warnings of the loads of a model's instances, each once."""
-        texts = (text for instance in self._of(model) for text in instance.warnings())
-        return list(dict.fromkeys(texts))
-
-    def models_with_instances(self) -> set[str]:
-        """Return the models that have instances."""
-        return {instance.identity.model for instance in self._instances.values()}
-
-    def live_processes(self, model: str) -> set[int]:
-        """Return the IDs of the processes of a model that had not ended at the last check."""
-        return {instance.identity.pid for instance in self._of(model)}
-
-    def kill(self, model: str, *states: InstanceState) -> None:
-        """Kill the instances of a model that are in one of these states."""
-        for instance in self._of(model):
-            if instance.reader.read().state in states:
-                instance.kill()
+        """Return the warnings of the last load of a model: those of its newest instance."""
+        for instance in self.instances(model)[-1:]:
+            return [printable(text) for text in instance.reader.report().get("warnings", [])]
+        return []
 
 
 class _Instance:
     """A monitored process."""
 
-    def __init__(self, reader: Reader, load_seconds: float) -> None:
+    def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.identity = reader.identity
         self.region = ""
         self.reported = False
-        self._load_seconds = load_seconds
         self._process: psutil.Process | None = None
         self._stopped_since = math.inf
-        self._warnings: list[str] | None = None
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.identity.pid)
             # Otherwise the instance has ended, and its process ID belongs to another process.
@@ -131,13 +122,6 @@ class _Instance:
             if cleanup.belongs_to_server(process, reader.path.parent) is not False:
                 self._process = process
                 self.region = cleanup.region(process)
-
-    def warnings(self) -> list[str]:
-        """Return the warnings of its load; none before it has ended."""
-        if self._warnings is None and self.reader.read().state is not InstanceState.LOADING:
-            with contextlib.suppress(OSError, ValueError):  # the instance has just ended
-                self._warnings = self.reader.warnings()
-        return self._warnings or []
 
     def process_status(self) -> str:
         """Return the state of the process in psutil's words; empty: it has ended."""
@@ -154,18 +138,16 @@ class _Instance:
 
     def failure(self, reason: str) -> InstanceFailure:
         """Return the failure for a reason, which is a clause without its subject."""
-        state, subject = self.reader.read().state, f"instance {self.identity.instance}"
-        if state is InstanceState.COMPLETING:
-            subject = "the process that completes its config"
-        elif state is InstanceState.LOADING:
+        state = self.reader.read().state
+        if state is InstanceState.LOADING:
             reason += " while it was loaded"
         elif state is InstanceState.POISONED:
             reason = "cannot compute any more"
-            with contextlib.suppress(OSError, ValueError):
-                reason += f": {self.reader.poison()}"
-        return InstanceFailure(self.identity, f"{subject} {reason}", state)
+            reason += f": {self.reader.report().get('poisoned', '')}"
+        text = f"instance {self.identity.instance} {reason}"
+        return InstanceFailure(self.identity, text, state is InstanceState.LOADING)
 
-    def problem(self, process_status: str) -> str:
+    def problem(self, process_status: str, load_seconds: float) -> str:
         """Return why the instance cannot serve, and kill it; empty: there is no problem."""
         if not process_status:
             ended_normally = not self.reader.path.exists()
@@ -173,20 +155,17 @@ class _Instance:
         now = time.monotonic()
         limit = self.identity.limit_ms
         state, since = self.reader.read()
-        seconds = now - since / _NS
         is_stopped = process_status in _STOPPED
         self._stopped_since = min(self._stopped_since, now) if is_stopped else math.inf
-        if state is InstanceState.COMPLETING:  # Triton would not notice its end
-            return ""
         if state is InstanceState.POISONED:
             reason = "is poisoned"
-            if seconds <= _GRACE_S:
+            if now - since <= _GRACE_S:
                 return reason
         elif now - self._stopped_since > _STOPPED_S:
             reason = f"was stopped for {_STOPPED_S:g} s by a signal or a debugger"
-        elif state is InstanceState.LOADING and seconds > self._load_seconds:
-            reason = f"took longer than {self._load_seconds:g} s (--load-timeout)"
-        elif state is InstanceState.BUSY and limit is not None and seconds * 1000 > limit:
+        elif state is InstanceState.LOADING and now - since > load_seconds:
+            reason = f"took longer than {load_seconds:g} s (--load-timeout)"
+        elif state is InstanceState.BUSY and limit is not None and (now - since) * 1000 > limit:
             reason = f"hung: a call took longer than EXECUTION_TIMEOUT_MS, {limit} ms"
         else:
             return ""

@@ -12,11 +12,9 @@ from torch_py_backend.config import repository as repositories
 from torch_py_backend.errors import ToolError
 from torch_py_backend.page.app import Page
 from torch_py_backend.server import server_arguments
-from torch_py_backend.server.client import ModelState
 from torch_py_backend.server.instances import InstanceMonitor
-from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.reloading import Reloader
-from torch_py_backend.server.supervisor import Supervisor
+from torch_py_backend.server.supervisor import Event, Supervisor
 from torch_py_backend.server.tritonserver import Server, client_address, listen
 
 _STEP_S = 0.1
@@ -77,13 +75,8 @@ class Serving:
                 f"{self.repository} holds no models; expected folders with a config.pbtxt."
                 " --allow-empty serves it as it is."
             )
-        self._reloader: Reloader | None = None
 
-    def run(
-        self,
-        on_loaded: Callable[[], None],
-        is_over: Callable[[], bool],
-    ) -> int | None:
+    def run(self, on_loaded: Callable[[], None], is_over: Callable[[], bool]) -> int | None:
         """Run the server, and keep its models serving, in a thread that lives as long.
 
         Args:
@@ -108,10 +101,16 @@ class Serving:
             )
             with Page(listener, lambda: supervisor.snapshot) as page:
                 try:
-                    self._begin(server.wait_loaded(is_over))
+                    states = server.wait_loaded(is_over)
+                    supervisor.load(self._names or sorted(state.name for state in states))
+                    if self.reload:
+                        reloader = Reloader(self.repository, self._names, supervisor.reload)
                     is_loaded = False
                     while (code := server.process.poll()) is None and not is_over():
-                        self._step()
+                        time.sleep(_STEP_S)
+                        supervisor.step()
+                        if self.reload:
+                            reloader.step()
                         if supervisor.initial_loads_done and not is_loaded:
                             is_loaded = True
                             on_loaded()
@@ -122,16 +121,6 @@ class Serving:
                     page.stopping = True
                     deadline = time.monotonic() + self.drain
                     while server.process.poll() is None and time.monotonic() < deadline:
-                        self._step()
+                        time.sleep(_STEP_S)
+                        supervisor.step()
                     server.stop()
-
-    def _begin(self, states: Sequence[ModelState]) -> None:
-        self.supervisor.load(self._names or sorted(state.name for state in states))
-        if self.reload:
-            self._reloader = Reloader(self.repository, self._names, self.supervisor.reload)
-
-    def _step(self) -> None:
-        time.sleep(_STEP_S)
-        self.supervisor.step()
-        if self._reloader is not None:
-            self._reloader.step()

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
 
 import grpc
 
 from torch_py_backend.errors import ToolError
 from torch_py_backend.page.app import Snapshot
-from torch_py_backend.processes.instance_status import InstanceState
-from torch_py_backend.server import client as triton
-from torch_py_backend.server.client import ModelState, TritonClient
+from torch_py_backend.server.client import ModelState, TritonClient, cause
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
-from torch_py_backend.server.lifecycle import Event, Kind, ModelRecord, Phase
 
 _INDEX_S = 0.5
 _MAX_DELAY_S = 60.0
@@ -38,16 +37,66 @@ _SURVIVORS_S = 10.0
 _IDLE_S = 1.0
 # The time for a load to fail in Triton, after its process was killed.
 _FAILING_S = 30.0
-# The time for Triton to accept loaded instances while nothing else loads. Triton 24.10 gives a load
-# up if the process shows no sign of life for a second, as when the machine stalls. It then waits
-# for the process to end, without killing it (ReceiveMessageFromStub and WaitForStubProcess in
-# stub_launcher.cc).
+# The time for Triton to accept loaded instances. Triton 24.10 gives a load up if the process shows
+# no sign of life for a second, as when the machine stalls. It then waits for the process to end,
+# without killing it (ReceiveMessageFromStub and WaitForStubProcess in stub_launcher.cc).
 _ACCEPTED_S = 30.0
 _NOT_ACCEPTED = "Triton did not accept it after its load, as when the machine stalled meanwhile"
 # A part of Triton's message for a process that has died.
 _DEAD = "is not healthy"
 _STAYS_DOWN = "stays down until it is loaded through Triton's API"
-_STUCK = "Triton never stops waiting for it: only a new server can load it"
+
+
+class Event(NamedTuple):
+    """What happened to a model, for the user."""
+
+    kind: str
+    model: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind:<7} {self.model}" + (f": {self.text}" if self.text else "")
+
+
+class Phase(Enum):
+    LOADING = "is being loaded"
+    SERVING = "serves"
+    DOWN = "is down"
+    GIVEN_UP = "stays down"
+
+
+@dataclass(slots=True)
+class ModelRecord:
+    """The record of one model. Times are seconds of a monotonic clock.
+
+    Attributes:
+        since: when it last started or stopped to serve.
+        reason: why it does not serve.
+        attempts: how often it was reloaded since it last served for a minute.
+        due: when it is reloaded, in the phase DOWN.
+        call: what is in progress: a load, also of changed files beside the model that serves, or
+            an unload (in the phases DOWN and GIVEN_UP).
+        death: why an instance failed in the load in progress.
+        is_dead: whether Triton has not withdrawn it since it failed, and may call it READY.
+        parts: the models that an ensemble consists of.
+        warnings: the warnings of its last load.
+        own_config: the config after the supervisor's last load; empty: unknown.
+        config: the config that it was loaded with through Triton's API; None: its own.
+    """
+
+    name: str
+    phase: Phase
+    since: float
+    reason: str = ""
+    attempts: int = 0
+    due: float = 0.0
+    call: grpc.Future | None = None
+    death: str = ""
+    is_dead: bool = False
+    parts: frozenset[str] = frozenset()
+    warnings: Sequence[str] = ()
+    own_config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
 
 
 class Supervisor:
@@ -77,12 +126,11 @@ class Supervisor:
         self._restarts = restarts
         self._load_seconds = load_seconds
         self._clock = clock
-        self._took_too_long = f"its load took longer than {load_seconds:g} s (--load-timeout)"
         self._events: list[Event] = []
+        self._failures: list[InstanceFailure] = []
         self._models: dict[str, ModelRecord] = {}
         self._states: dict[str, ModelState] = {}
         self._index_due = 0.0
-        self._loading_at = 0.0  # when an instance of any model was last being loaded
         self.snapshot = Snapshot()
 
     @property
@@ -107,44 +155,43 @@ class Supervisor:
         model = self._models.get(name)
         if model is None or model.phase is Phase.GIVEN_UP:
             self.load([name])
-        elif model.phase is not Phase.SERVING or model.reload is not None:
+        elif model.phase is not Phase.SERVING or model.call is not None:
             return False
         else:
-            model.reload = self._client.load(name, self._load_seconds)
-        self._events.append(Event("CHANGED", name, change))
+            model.call = self._client.load(name, self._load_seconds)
+        self._report("CHANGED", name, change)
         return True
 
     def step(self) -> None:
         """Process failures, completed calls and due loads."""
-        failures = self._monitor.check()
-        if self._monitor.is_loading():
-            self._loading_at = self._clock()
+        self._failures += self._monitor.check()
         models = list(self._models.values())
-        completed = [model for model in models if model.call is not None and model.call.done()]
-        problem = ""
+        completed = [
+            (model, model.call) for model in models if model.call is not None and model.call.done()
+        ]
         # Requested last: states from before a load or unload completed are outdated.
-        if failures or completed or self._clock() >= self._index_due:
+        if self._failures or completed or self._clock() >= self._index_due:
             try:
-                names = {failure.identity.model for failure in failures}
-                names |= self._monitor.models_with_instances()
-                self._states = {state.name: state for state in self._client.models(names)}
-                self._index_due = self._clock() + _INDEX_S
-            except OSError:  # a later step handles what has completed
-                problem, completed = "tritonserver does not answer", []
+                names = {failure.identity.model for failure in self._failures}
+                states = self._client.models(names | self._monitor.models_with_instances())
+            except OSError:  # a later step handles what has happened
+                self._publish("tritonserver does not answer")
+                return
+            self._states = {state.name: state for state in states}
+            self._index_due = self._clock() + _INDEX_S
+        failures, self._failures = self._failures, []
         for failure in failures:
             self._handle_failure(failure)
-        for model in completed:
-            self._handle_completed(model)
-        if not problem:
-            for name in sorted(self._states.keys() | self._models.keys()):
-                self._observe(name)
+        for model, call in completed:
+            model.call = None
+            self._handle_completed(model, call)
+        for name in sorted(self._states.keys() | self._models.keys()):
+            self._observe(name)
         for model in self._models.values():
-            self._check_reload(model)
-            self._check_deadlines(model)
-            self._report_warnings(model)
-        self._publish(problem)
+            self._advance(model)
+        self._publish()
 
-    def _publish(self, problem: str) -> None:
+    def _publish(self, problem: str = "") -> None:
         """Update the snapshot, and then report the events of this step.
 
         A client that sees an event must not get the previous readiness.
@@ -156,32 +203,51 @@ class Supervisor:
         for event in events:
             self._on_event(event)
 
+    def _why_not_ready(self, model: ModelRecord) -> str:
+        """Return why a model does not serve; empty if it does."""
+        if model.phase is Phase.SERVING:
+            # Not ready: the model is being unloaded and loaded again through Triton's API.
+            return "" if self._is_ready(model.name) else Phase.LOADING.value
+        return f"{model.phase.value}: {model.reason}" if model.reason else model.phase.value
+
+    def _is_ready(self, name: str) -> bool:
+        return name in self._states and self._states[name].ready
+
     # --- changes of the phase ----------------------------------------------------------------
 
     def _enter(self, model: ModelRecord, phase: Phase, reason: str = "") -> None:
         if not {model.phase, phase} <= {Phase.LOADING, Phase.DOWN}:
             model.since = self._clock()
-        model.phase = phase
-        model.reason = model.failure = reason
-        model.processes = self._monitor.live_processes(model.name)
+        model.phase, model.reason, model.death = phase, reason, ""
+        if phase is not Phase.SERVING:
+            model.warnings = ()
+            self._monitor.disregard(model.name)  # these processes have to end anyway
 
-    def _report(self, kind: Kind, name: str, text: str = "") -> None:
-        text = triton.cause(name, text)
+    def _report(self, kind: str, name: str, text: str = "") -> None:
         state = self._states.get(name)
         if state is not None and kind in ("READY", "FAILED"):
             name = f"{name} {state.versions}".strip()
         self._events.append(Event(kind, name, text))
 
-    def _serve(self, model: ModelRecord, config: Mapping[str, Any], cause: str = "") -> None:
-        """Note that a model serves, and which models it consists of."""
-        seconds = self._clock() - model.since
-        self._enter(model, Phase.SERVING)
-        text = f"serves again after {seconds:.1f} s" if model.attempts else cause
+    def _report_load(self, model: ModelRecord, text: str) -> None:
+        """Report that a model was loaded, and new warnings."""
         self._report("READY", model.name, text)
+        before = model.warnings
+        model.warnings = [cause(model.name, text) for text in self._monitor.warnings(model.name)]
+        for warning in model.warnings:
+            if warning not in before:
+                self._report("WARNING", model.name, warning)
+
+    def _serve(self, model: ModelRecord, config: Mapping[str, Any], text: str = "") -> None:
+        """Note that a model serves, and which models it consists of."""
+        if model.attempts:
+            text = f"serves again after {self._clock() - model.since:.1f} s"
+        self._enter(model, Phase.SERVING)
+        self._report_load(model, text)
         steps = config.get("ensemble_scheduling", {}).get("step", [])
         model.parts = frozenset(step["model_name"] for step in steps)
 
-    def _retry(self, model: ModelRecord, reason: str, *, unload: bool) -> None:
+    def _retry(self, model: ModelRecord, reason: str, *, unload: bool = False) -> None:
         """Reload a model that failed, after a while, or give it up if it has failed too often."""
         now = self._clock()
         if model.phase is Phase.SERVING and now - model.since >= _STABLE_AFTER_S:
@@ -201,105 +267,75 @@ class Supervisor:
         if unload:
             self._begin_unload(model)
 
-    def _give_up(self, model: ModelRecord, reason: str, consequence: str = "") -> None:
+    def _give_up(
+        self, model: ModelRecord, reason: str, consequence: str = "", kind: str = "GIVEN UP"
+    ) -> None:
+        """Report that a model stays down; FAILED: another load would fail in the same way."""
         self._enter(model, Phase.GIVEN_UP, reason)
-        self._report("GIVEN UP", model.name, f"{reason}{consequence}")
-
-    def _refuse(self, model: ModelRecord, reason: str) -> None:
-        """Give up a model that Triton refuses: another load would fail in the same way."""
-        self._enter(model, Phase.GIVEN_UP, triton.public_reason(model.name, reason))
-        model.failure = ""
-        self._report("FAILED", model.name, reason)
+        self._report(kind, model.name, f"{reason}{consequence}")
 
     # --- loads and unloads -------------------------------------------------------------------
 
     def _begin_load(self, model: ModelRecord) -> None:
-        reason = model.reason
-        self._enter(model, Phase.LOADING)
-        model.reason = reason
-        model.called = self._clock()
+        self._enter(model, Phase.LOADING, model.reason)
         seconds = self._load_seconds + _FAILING_S
         try:
             model.call = self._client.load(model.name, seconds, model.config)
         except ToolError as error:
-            self._refuse(model, str(error))
+            self._give_up(model, str(error), kind="FAILED")
 
     def _begin_unload(self, model: ModelRecord) -> None:
-        config = self._config(model.name)
+        model.is_dead = True
+        config = self._client.config(model.name)
         if config is None:
             return  # without it, the model would be loaded with another one
         if config and config != model.own_config:
             model.config = config
         model.call = self._client.unload(model.name)
 
-    def _config(self, name: str) -> Mapping[str, Any] | None:
-        """Return the config of a model: empty if it is not loaded, None if there is no answer."""
-        try:
-            return self._client.config(name)
-        except OSError:
-            return None
-
-    def _handle_completed(self, model: ModelRecord) -> None:
-        call = model.call
-        if call is None:
-            return  # the load was abandoned
-        model.call = None
+    def _handle_completed(self, model: ModelRecord, call: grpc.Future) -> None:
         error = self._client.failure(model.name, call)
-        if model.phase is not Phase.LOADING:
-            if error and model.phase is Phase.DOWN and self._is_ready(model.name):
-                self._retry(model, error, unload=False)
+        if model.phase is Phase.SERVING and error:
+            self._report("FAILED", model.name, error)
+        elif model.phase is Phase.SERVING:
+            self._report_load(model, "reloaded")
+        elif model.phase is not Phase.LOADING:
+            return  # an unload; if it failed, the model is still READY
+        elif not error:
+            model.own_config = self._client.config(model.name) or {}
+            if model.death:
+                self._retry(model, model.death, unload=True)
+            else:
+                self._serve(model, model.own_config)
         elif call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            self._give_up(model, f"{self._took_too_long}; {_STUCK}")
-        elif error and not (model.failure or model.attempts or _DEAD in error):
-            self._refuse(model, error)
-        elif error:
-            self._retry(
-                model, model.failure or triton.public_reason(model.name, error), unload=False
-            )
+            reason = f"its load took longer than {self._load_seconds:g} s (--load-timeout)"
+            self._give_up(model, reason, "; only a new server can load it if Triton waits for it")
+        elif model.death or model.attempts or _DEAD in error:
+            self._retry(model, model.death or error)
         else:
-            model.own_config = self._config(model.name) or {}
-            if model.failure:
-                self._retry(model, model.failure, unload=True)
-                return
-            self._serve(model, model.own_config)
+            self._give_up(model, error, kind="FAILED")
 
-    def _check_reload(self, model: ModelRecord) -> None:
-        """Report the end of a load that replaces a model."""
-        call = model.reload
-        if call is not None and call.done():
-            model.reload = None
-            error = triton.cause(model.name, self._client.failure(model.name, call))
-            self._events.append(
-                Event("FAILED" if error else "READY", model.name, error or "reloaded")
-            )
-
-    def _check_deadlines(self, model: ModelRecord) -> None:
-        """Start a load that is due, and kill the processes of one that takes too long."""
+    def _advance(self, model: ModelRecord) -> None:
+        """Start a load that is due, and end one that Triton has forgotten."""
         now = self._clock()
         if model.phase is Phase.DOWN and model.call is None and not self._missing_part(model):
-            survivors = self._monitor.live_processes(model.name)
-            if survivors and now >= model.since + _IDLE_S:
-                self._monitor.kill(model.name, InstanceState.IDLE)
-            if now >= model.due and (not survivors or now >= model.since + _SURVIVORS_S):
+            survives = bool(self._monitor.instances(model.name))
+            if survives and now >= model.since + _IDLE_S:
+                self._monitor.kill_idle(model.name)
+            if now >= model.due and (not survives or now >= model.since + _SURVIVORS_S):
                 # Triton does not load a model that is READY, even if all its instances are dead.
                 if self._is_ready(model.name):
                     self._begin_unload(model)
                 else:
                     self._begin_load(model)
         # A model that is READY may wait for another one: Triton locks ensembles with their parts.
-        elif model.phase is Phase.LOADING and model.call and not self._is_ready(model.name):
-            takes_too_long = now - model.called > self._load_seconds
-            # Others are at work, as during Triton's `model_warmup`.
-            is_forgotten = (
-                now > max(model.called, self._loading_at) + _ACCEPTED_S
-                and self._monitor.idle_seconds(model.name) > _ACCEPTED_S
-            )
-            if takes_too_long or is_forgotten:
-                # In every step: other instances of the model may still load, or start to load. The
-                # load fails in Triton once they are dead.
-                self._monitor.kill(model.name, InstanceState.LOADING, InstanceState.IDLE)
-                reason = self._took_too_long if takes_too_long else _NOT_ACCEPTED
-                model.failure = model.failure or reason
+        elif (
+            model.phase is Phase.LOADING
+            and not self._is_ready(model.name)
+            and self._monitor.idle_seconds(model.name) > _ACCEPTED_S
+        ):
+            self._monitor.kill_idle(model.name)  # the load then fails in Triton
+            model.death = model.death or _NOT_ACCEPTED
 
     # --- observations ------------------------------------------------------------------------
 
@@ -308,35 +344,29 @@ class Supervisor:
         model = self._models.get(name)
         state = self._states.get(name)
         if model is None:
-            if state is None or not state.ready:
+            if not self._is_ready(name):
                 return
             model = self._models[name] = ModelRecord(name, Phase.DOWN, self._clock())
         if model.call is not None:
             return
+        is_serving = model.phase is Phase.SERVING
+        model.is_dead = model.is_dead and self._is_ready(name)
         if part := self._missing_part(model):
-            if model.phase is Phase.SERVING:
+            if is_serving:
                 # Triton has unloaded it, and usually loads it with the last of its parts.
                 self._enter(model, Phase.DOWN, f"needs the model '{part}', which does not serve")
-                model.failure = ""
                 model.due = 0.0
                 model.attempts += 1
-            return
-        if state is not None and state.ready:
-            model.versions = state.serving
-            is_replaced = self._monitor.live_processes(name) - model.processes
-            if model.phase is not Phase.SERVING and (is_replaced or not model.failure):
-                self._serve(model, self._config(name) or {}, "loaded through Triton's API")
+        elif self._is_ready(name):
+            model.death = ""
+            if not is_serving and not model.is_dead:
+                self._serve(model, self._client.config(name) or {}, "loaded through Triton's API")
                 model.attempts = 0
-        elif model.phase is not Phase.SERVING:
-            return
-        elif model.is_unloaded(state):
+        elif is_serving and (state is None or state.unloaded):
             del self._models[name]
             self._report("RELEASED", name, "unloaded through Triton's API; not loaded again")
-        elif state is not None and state.reason:
-            if model.failure and _DEAD in state.reason:
-                self._enter(model, Phase.GIVEN_UP, model.failure)  # which was reported
-            else:
-                self._refuse(model, state.reason)
+        elif is_serving and state is not None and state.reason:
+            self._give_up(model, model.death or state.reason, kind="FAILED")
 
     def _missing_part(self, model: ModelRecord) -> str:
         """Return the part of an ensemble that failed and does not serve again; empty: none."""
@@ -352,45 +382,19 @@ class Supervisor:
         if name not in self._models:
             self._observe(name)  # it may serve already
         model = self._models.get(name)
-        if model is not None and model.call is not None:
-            # Processes from before a load had to end anyway.
-            if model.phase is Phase.LOADING and failure.identity.pid not in model.processes:
-                model.failure = model.failure or reason
-                if failure.state is InstanceState.COMPLETING:
-                    model.call = None
-                    self._give_up(model, f"{model.failure}; {_STUCK}")
-        elif failure.state in (InstanceState.LOADING, InstanceState.COMPLETING):
-            # A load through Triton's API: Triton reports its failure, and keeps what serves.
-            if model is not None:
-                model.failure = reason
-            self._events.append(Event("FAILED", name, reason))
-        elif (
-            model is None
-            or model.phase is not Phase.SERVING  # it was reported already, or Triton reports it
-            or model.is_unloaded(self._states.get(name))
-        ):
-            return
+        state = self._states.get(name)
+        if model is not None and model.phase is Phase.LOADING:
+            model.death = model.death or reason
+        elif failure.in_load:
+            # A load through Triton's API: Triton reports its failure if nothing serves.
+            if model is not None and not self._is_ready(name):
+                model.death = reason
+            else:
+                self._report("FAILED", name, reason)
+        elif model is None or model.phase is not Phase.SERVING or state is None or state.unloaded:
+            return  # it was reported already, or a user has unloaded it
         elif failure.identity.copied:
             self._give_up(model, reason, f"; {_STAYS_DOWN}: its files came with the load request")
             self._begin_unload(model)
         else:
             self._retry(model, reason, unload=True)
-
-    def _report_warnings(self, model: ModelRecord) -> None:
-        """Report the warnings of a load once: after READY, or when other instances replace it."""
-        reported = self._monitor.warnings(model.name) if model.phase is Phase.SERVING else []
-        warnings = [triton.cause(model.name, text) for text in reported]
-        new = [text for text in warnings if text not in model.warnings]
-        self._events += [Event("WARNING", model.name, text) for text in new]
-        model.warnings = warnings
-
-    def _why_not_ready(self, model: ModelRecord) -> str:
-        """Return why a model does not serve; empty if it does."""
-        if model.phase is Phase.SERVING:
-            # Not ready: the model is being unloaded and loaded again through Triton's API.
-            is_absent = model.name not in self._states
-            return "" if is_absent or self._is_ready(model.name) else Phase.LOADING.value
-        return f"{model.phase.value}: {model.reason}" if model.reason else model.phase.value
-
-    def _is_ready(self, name: str) -> bool:
-        return name in self._states and self._states[name].ready
