@@ -163,11 +163,8 @@ def run(engine: Engine, item: Item) -> dict[str, Value]:
     """Return the outputs of a batch; raise LoadError if the call fails."""
     results = []
     for outcome in engine.run(example_inputs.requests(engine.config, item)):
-        if isinstance(outcome, LoadError):
-            raise outcome
         if isinstance(outcome, BackendError):
-            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
-            raise LoadError(f"the call with {shapes} failed: {outcome}")
+            raise LoadError(str(outcome))
         results.append(outcome)
     names = tuple(results[0])
     joined = batches.join([[result[name] for name in names] for result in results])

@@ -1,7 +1,7 @@
 """A model repository in an object store or on the Hugging Face hub, copied before it is served.
 
 The store's own library reads the store, with the credentials that it finds. A file is fetched again
-if its size, etag or time of change in the store differs from that of the last fetch.
+if what the store reports of it has changed since the last fetch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch_py_backend import files
 from torch_py_backend.errors import LoadError, ToolError, printable
@@ -21,8 +21,6 @@ from torch_py_backend.processes import private_files
 
 _HUB = "hf://"
 _FETCHED = ".fetched.json"
-# What stores report of a file; each store has some of them.
-_FACTS = ("size", "ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
 _LONGEST = 300
 
 
@@ -84,12 +82,10 @@ def _fetch_files(url: str, folder: Path, report: Callable[[str], None]) -> None:
     import fsspec  # noqa: PLC0415  only some users have it
 
     store, root = fsspec.url_to_fs(url)
-    listing: dict[str, dict[str, Any]] = store.find(root, detail=True)
+    # What a store reports of a file, such as its size, etag and time, changes with the file.
     present = {
-        path.removeprefix(root).lstrip("/"): [
-            str(facts[key]) for key in _FACTS if facts.get(key) is not None
-        ]
-        for path, facts in listing.items()
+        path.removeprefix(root).lstrip("/"): str(facts)
+        for path, facts in store.find(root, detail=True).items()
     }
     if not present:
         raise FileNotFoundError("it holds no files")
@@ -98,20 +94,19 @@ def _fetch_files(url: str, folder: Path, report: Callable[[str], None]) -> None:
         if not path.is_relative_to(folder.resolve()) or name == _FETCHED:
             raise ValueError(f"the file {name!r} leads out of the folder")
     fetched = folder / _FETCHED
-    before: dict[str, Any] = json.loads(fetched.read_bytes()) if fetched.exists() else {}
+    before = {}
+    if fetched.exists():
+        before = json.loads(fetched.read_bytes())
+    changed = [name for name, facts in present.items() if before.get(name) != facts]
+    if changed:
+        report(f"fetching {len(changed)} files from {url}")
     # Complete files get their names last: a fetch that fails leaves the files of the last one.
-    parts = {
-        name: (folder / name).with_name(f".{Path(name).name}.part")
-        for name, facts in present.items()
-        if before.get(name) != facts
-    }
-    if parts:
-        report(f"fetching {len(parts)} files from {url}")
-    for name, part in parts.items():
-        part.parent.mkdir(parents=True, exist_ok=True)
-        store.get_file(f"{root.rstrip('/')}/{name}", str(part))
-    for name, part in parts.items():
-        part.replace(folder / name)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        for name in changed:
+            path = Path(scratch, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.get_file(f"{root.rstrip('/')}/{name}", str(path))
+        shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
     for name in before.keys() - present.keys():
         (folder / name).unlink(missing_ok=True)
     files.replace(fetched, json.dumps(present).encode())

@@ -186,6 +186,7 @@ def environment(triton: TritonInstallation) -> dict[str, str]:
             f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
         )
     values = dict(os.environ)
-    for name, paths in (("LD_LIBRARY_PATH", triton.libraries), ("PATH", (folder,))):
-        values[name] = os.pathsep.join(filter(None, [*map(str, paths), values.get(name, "")]))
+    values["PATH"] = f"{folder}:{values.get('PATH', os.defpath)}"
+    libraries = ":".join(map(str, triton.libraries))
+    values["LD_LIBRARY_PATH"] = f"{libraries}:{values.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     return values
