@@ -330,7 +330,7 @@ def test_hooks(
 @pytest.mark.parametrize(
     ("prepared", "config", "message"),
     [
-        ("x", {}, r"hooks.py does not define the shapes that preprocess\(x\) takes"),
+        ("x", {}, r"does not define the shapes that preprocess\(x\)"),
         ("x.nothing", {"input": _listed(x=[4])}, "fails with made-up values .* no attribute"),
     ],
     ids=["no-inputs", "fails"],

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -56,12 +55,67 @@ _NOT_RUN = {
 def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> JsonObject:
     """Return the schema of a model as JSON.
 
+    Without an example, the values of the inputs in config.pbtxt are made up. Output dims that
+    differ between sizes of the inputs are -1.
+
     Args:
         arguments: Triton's arguments; the config may lack inputs and outputs.
         finds_batch: find out whether a model whose inputs are listed has a batch dimension, instead
             of using max_batch_size.
     """
-    document = json.loads(arguments["model_config"])
+    _refuse_not_run(json.loads(arguments["model_config"]))
+    config = model_config.parse(arguments, complete=False)
+    listed = model_config.listed_inputs(arguments)
+    batched = None  # it is found out
+    if config.max_batch_size or (listed and not finds_batch):
+        batched = config.max_batch_size > 0
+    artifact = discovery.find(config)
+    # The batch dimension is not known yet; hooks for batches need one.
+    with_batch = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
+    hooks = user_hooks.load(with_batch, artifact)
+    if hooks is None and artifact.kind is ArtifactType.EXPORTED:
+        registry.import_beside(artifact)
+        return _from_program(artifact.path, batched=batched)
+    device = _device(artifact)
+    loaded = registry.load(artifact, config, device)
+    example = example_inputs.find(config, artifact)
+    if not listed and example is None:
+        raise ConfigError(
+            f"config.pbtxt lists no inputs, and {loaded.kind.value} does not define the shapes that"
+            f" {hooks or loaded.signature} takes",
+            expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
+            f" {example_inputs.NAME}() in model.py or hooks.py that returns a dict of tensors by"
+            " input name",
+            cure="Add one of them, or write the inputs and outputs into config.pbtxt. `init` takes"
+            " them as --example FILE, or --input NAME:TYPE:DIMS for each.",
+        )
+    run = partial(_run, config, loaded, hooks or Hooks(), device)
+    items = partial(_items, config, listed, example or {}, hooked=hooks is not None)
+    try:
+        if batched is None:
+            rows_alike = partial(run, batched=True)
+            per_batch = hooks is not None and hooks.per_batch
+            batched = bool(per_batch) or is_batch(rows_alike, items(batched=True)[0])
+        item, *others = items(batched=batched)
+        outputs = run(item, batched=batched)
+    except ForwardError as error:
+        if example is not None:
+            raise
+        raise ConfigError(
+            "config.pbtxt lists no outputs, and the model fails with made-up values for its inputs:"
+            f" {error}",
+            cure=f"Correct the inputs; or put valid values beside the model, in"
+            f" {example_inputs.NAME}.safetensors or a function {example_inputs.NAME}(); or write"
+            " the outputs into config.pbtxt.",
+        ) from error
+    for other in others:
+        with contextlib.suppress(ForwardError, InputError, OutputError):
+            outputs = _with_varying(outputs, run(other, batched=batched))
+    return _schema(of_values(item), outputs, loaded.rows.most, batched=batched)
+
+
+def _refuse_not_run(document: JsonObject) -> None:
+    """Raise ConfigError for a model whose tensors are not inferred."""
     kinds = [kind for key, kind in _NOT_RUN.items() if document.get(key)]
     if document.get("model_transaction_policy", {}).get("decoupled"):
         kinds.append("a decoupled model")
@@ -69,14 +123,7 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
         raise ConfigError(
             f"config.pbtxt lacks inputs or outputs, which are not inferred for {kinds[0]}",
             expected="data_type and dims of each input and output",
-            cure="Write them into config.pbtxt.",
         )
-    config = model_config.parse(arguments, complete=False)
-    listed = model_config.listed_inputs(arguments)
-    batched = None
-    if config.max_batch_size or (listed and not finds_batch):
-        batched = config.max_batch_size > 0
-    return _infer(config, listed, batched=batched)
 
 
 def signature(arguments: Mapping[str, str]) -> Signature:
@@ -92,52 +139,6 @@ def _device(artifact: Artifact) -> torch.device:
     return aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
 
 
-def _infer(
-    config: ModelConfig, listed: Sequence[TensorSpec], *, batched: bool | None
-) -> JsonObject:
-    """Return the schema of the artifact in a model's version folder.
-
-    Without an example, the values of the inputs in config.pbtxt are made up. `batched` is whether
-    dimension 0 is the batch; None: that is inferred, too.
-    """
-    artifact = discovery.find(config)
-    # The batch dimension is not known yet; hooks for batches need one.
-    with_batch = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
-    hooks = user_hooks.load(with_batch, artifact)
-    if hooks is None and artifact.kind is ArtifactType.EXPORTED:
-        registry.import_beside(artifact)
-        return _from_program(artifact.path, batched=batched)
-    loaded = registry.load(artifact, config, _device(artifact))
-    example = example_inputs.find(config, artifact)
-    if not listed and example is None:
-        first = None if hooks is None else hooks.first
-        source, function = loaded.kind.value, loaded.signature
-        if first is not None:
-            source, function = discovery.HOOKS, first.signature()
-        raise ConfigError(
-            f"config.pbtxt lists no inputs, and {source} does not define the shapes that {function}"
-            " takes",
-            expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
-            f" {example_inputs.NAME}() in model.py or hooks.py that returns a dict of tensors by"
-            " input name",
-            cure="Add one of them, or write the inputs and outputs into config.pbtxt. `init` takes"
-            " them as --example FILE, or --input NAME:TYPE:DIMS for each.",
-        )
-    trial = _Trial(config, loaded, hooks, _device(artifact))
-    try:
-        return trial.schema(listed, example or {}, batched=batched)
-    except ForwardError as error:
-        if example is not None:
-            raise
-        raise ConfigError(
-            "config.pbtxt lists no outputs, and the model fails with made-up values for its inputs:"
-            f" {error}",
-            cure=f"Correct the inputs; or put valid values beside the model, in"
-            f" {example_inputs.NAME}.safetensors or a function {example_inputs.NAME}(); or write"
-            " the outputs into config.pbtxt.",
-        ) from error
-
-
 def _from_program(path: Path, *, batched: bool | None) -> JsonObject:
     """Return the schema that an exported program declares; sizes that are not fixed are -1."""
     *tensors, rows = exported.describe(path)
@@ -147,96 +148,52 @@ def _from_program(path: Path, *, batched: bool | None) -> JsonObject:
     return _schema(inputs, outputs, rows.most, batched=batched)
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Runs of a loaded model, with its hooks if it has some."""
+def _items(
+    config: ModelConfig, listed: Sequence[TensorSpec], example: Item, *, batched: bool, hooked: bool
+) -> list[Item]:
+    """Return inputs to run a model with, of several sizes if the model may take them."""
+    items = [example]
+    if listed:
+        rows = 2 if batched else None
+        config = dataclasses.replace(config, inputs=tuple(listed), max_batch_size=rows or 0)
+        varies = any(-1 in spec.dims for spec in listed)
+        items = [
+            example_inputs.item(config, rows, shrunk=shrunk, example=example)
+            for shrunk in ((False, True) if varies else (False,))
+        ]
+    if batched and example and hooked:
+        # Rows of an example, such as texts of different lengths, show which dims vary.
+        for row in (slice(0, 1), slice(1, 2)):
+            items.append({name: value[row] for name, value in items[0].items()})
+    return items
 
-    config: ModelConfig
-    loaded: Loaded
-    hooks: Hooks | None
-    device: torch.device
 
-    def schema(
-        self, listed: Sequence[TensorSpec], example: Item, *, batched: bool | None
-    ) -> JsonObject:
-        """Return the schema for the inputs in the config, or for those of an example.
-
-        Output dims that differ between sizes of the inputs are -1.
-
-        Args:
-            listed: the inputs in the config; empty: those of the example.
-            example: valid values of inputs by name.
-            batched: whether there is a batch dimension; None: that is found out.
-        """
-        if batched is None:
-            batched = self._finds_batch(listed, example)
-        item, *others = self._items(listed, example, batched=batched)
-        outputs = self._outputs(item, batched=batched)
-        for other in others:
-            with contextlib.suppress(ForwardError, InputError, OutputError):
-                varied = self._outputs(other, batched=batched)
-                outputs = _with_varying(outputs, varied)
-        return _schema(of_values(item), outputs, self.loaded.rows.most, batched=batched)
-
-    def _finds_batch(self, listed: Sequence[TensorSpec], example: Item) -> bool:
-        """Return whether the inputs have a batch dimension."""
-        if self.hooks is not None and self.hooks.per_batch:
-            return True
-        item = self._items(listed, example, batched=True)[0]
-        return is_batch(partial(self._outputs, batched=True), item)
-
-    def _items(
-        self,
-        listed: Sequence[TensorSpec],
-        example: Item,
-        *,
-        batched: bool,
-    ) -> list[Item]:
-        """Return inputs to run the model with, of several sizes if the model may take them."""
-        items = [example]
-        if listed:
-            rows = 2 if batched else None
-            config = dataclasses.replace(
-                self.config, inputs=tuple(listed), max_batch_size=rows or 0
-            )
-            valid = {
-                spec.name: example[spec.name]
-                for spec in listed
-                if spec.name in example and example_inputs.fits(config, spec, example[spec.name])
-            }
-            items = [example_inputs.item(config, rows, example=valid)]
-            if any(-1 in spec.dims for spec in listed):
-                items.append(example_inputs.item(config, rows, shrunk=True, example=valid))
-        if batched and example and self.hooks is not None:
-            # Rows of an example, such as texts of different lengths, show which dims vary.
-            for row in (slice(0, 1), slice(1, 2)):
-                items.append({name: value[row] for name, value in items[0].items()})
-        return items
-
-    def _outputs(self, item: Item, *, batched: bool) -> tuple[TensorSpec, ...]:
-        """Return the specs of the outputs for an item, with all dims."""
-        inputs, signature = of_values(item), self.loaded.signature
-        rows = inputs[0].dims[0] if batched and inputs and inputs[0].dims else 0
-        config = dataclasses.replace(
-            self.config,
-            inputs=_row_specs(inputs, batched=rows > 0),
-            outputs=(),
-            max_batch_size=rows,
-        )
-        hooks = self.hooks or Hooks()
-        try:
-            with runtime.mode(config.options):
-                pipeline = HookedPipeline(config, signature, hooks, self.device)
-                result, of_row = pipeline.run_unchecked(self.loaded.module, item)
-        except BackendError:
-            raise
-        except Exception as error:  # the model's own code runs here
-            raise ForwardError(error, signature.name) from error
-        returns = "forward()" if self.hooks is None else "postprocess()"
-        outputs = of_result(result, returns)
-        if rows and of_row:
-            return tuple(dataclasses.replace(spec, dims=(rows, *spec.dims)) for spec in outputs)
-        return outputs
+def _run(
+    config: ModelConfig,
+    loaded: Loaded,
+    hooks: Hooks,
+    device: torch.device,
+    item: Item,
+    *,
+    batched: bool,
+) -> tuple[TensorSpec, ...]:
+    """Return the specs of the outputs for an item, with all dims."""
+    inputs = of_values(item)
+    rows = inputs[0].dims[0] if batched and inputs and inputs[0].dims else 0
+    specs = _row_specs(inputs, batched=rows > 0)
+    config = dataclasses.replace(config, inputs=specs, outputs=(), max_batch_size=rows)
+    try:
+        with runtime.mode(config.options):
+            pipeline = HookedPipeline(config, loaded.signature, hooks, device)
+            result, of_row = pipeline.run_unchecked(loaded.module, item)
+    except BackendError:
+        raise
+    except Exception as error:  # the model's own code runs here
+        raise ForwardError(error, loaded.signature.name) from error
+    outputs = of_result(result, "forward()" if not hooks.defined else "postprocess()")
+    if rows and of_row:
+        return tuple(dataclasses.replace(spec, dims=(rows, *spec.dims)) for spec in outputs)
+    return outputs
 
 
 def is_batch(run: Callable[[Item], Sequence[TensorSpec]], item: Item) -> bool:
