@@ -54,11 +54,15 @@ def from_arguments(
     if isinstance(dynamic_shapes, Sequence):
         dynamic_shapes = dict(zip(arguments, dynamic_shapes, strict=False))
     leaves, tree = pytree.tree_flatten_with_path(arguments)
+    takes_keys = _takes_keys(module, arguments)
     item: dict[str, Tensor] = {}
     dynamic = {}
     for path, value in leaves:
         keys = [introspection.path_key(key) for key in path]
-        name = _leaf_name(module, arguments, keys)
+        named = keys[1:] if takes_keys else keys
+        if len(named) > 1 and not takes_keys:
+            named = ["KWARGS", *keys]
+        name = path_text(str(named[0]), tuple(named[1:]))
         if not isinstance(value, Tensor):
             raise _unsupported(name, value, "a tensor")
         item[name], dynamic[name] = value, _dynamic_dims(dynamic_shapes, keys)
@@ -78,14 +82,10 @@ def from_arguments(
             cure="Set max_batch_size to 0, or correct the example.",
         )
     if not batched:  # Triton has no tensors without dimensions
-        item = {name: _with_dims(value) for name, value in item.items()}
-        outputs = {name: _with_dims(value) for name, value in outputs.items()}
+        item = {name: torch.atleast_1d(value) for name, value in item.items()}
+        outputs = {name: torch.atleast_1d(value) for name, value in outputs.items()}
     size = _batch_size(item, max_batch_size) if batched else 0
     return Example({**item}, _entries(item, dynamic, size), size, tree, outputs)
-
-
-def _with_dims(value: Tensor) -> Tensor:
-    return value.reshape(value.shape or (1,))
 
 
 def from_requests(example_inputs: object, max_batch_size: int | None) -> Example:
@@ -197,34 +197,19 @@ def _run(
     return outputs
 
 
-def _leaf_name(
-    module: nn.Module,
-    arguments: Mapping[str, Any],
-    keys: Sequence[int | str],
-) -> str:
-    """Return the input's name of a leaf of the arguments: an argument, a key or a path."""
-    argument, *path = keys
-    if not path:
-        return str(argument)
-    (value, *others) = arguments.values()
-    if not others and isinstance(value, Mapping):
-        signature = introspection.from_function(module.forward)
-        if signature.container_argument([*map(str, value)]):
-            return path_text(str(path[0]), tuple(path[1:]))
-    return path_text("KWARGS", tuple(keys))
+def _takes_keys(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Return whether the keys of the only argument are names of inputs."""
+    values = [*arguments.values()]
+    if len(values) != 1 or not isinstance(values[0], Mapping):
+        return False
+    signature = introspection.from_function(module.forward)
+    return signature.container_argument([*map(str, values[0])]) is not None
 
 
 def _dynamic_dims(shapes: Any, keys: Sequence[int | str]) -> set[int]:
     """Return the dimensions of one tensor that `dynamic_shapes` does not fix."""
     for key in keys:
-        shapes = _part(shapes, key)
+        shapes = shapes.get(key) if isinstance(shapes, Mapping) else shapes and shapes[key]
     sizes = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
     fixed = (None, torch.export.Dim.STATIC)
     return {dim for dim, size in sizes if size not in fixed and type(size) is not int}
-
-
-def _part(shapes: Any, key: int | str) -> Any:
-    """Return the part of `dynamic_shapes` for one argument, or one part of an argument."""
-    if isinstance(shapes, Mapping):
-        return shapes.get(key)
-    return shapes[key] if isinstance(shapes, Sequence) and isinstance(key, int) else None
