@@ -44,12 +44,8 @@ DEFAULT_BATCH_SIZE = 8
 # A larger limit in an exported program stands for "any number of rows".
 _MAX_BATCH_SIZE = 4096
 _STRINGS = dtypes.from_triton("BYTES")
-# Models whose tensors are not inferred from a run, by the key of config.pbtxt.
-_NOT_RUN = {
-    "batch_input": "a model with ragged inputs",
-    "batch_output": "a model with ragged outputs",
-    "sequence_batching": "a model of sequences",
-}
+# Models with these keys in config.pbtxt, and decoupled ones, are not run.
+_NOT_RUN = ("batch_input", "batch_output", "sequence_batching")
 
 
 def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> JsonObject:
@@ -116,12 +112,11 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
 
 def _refuse_not_run(document: JsonObject) -> None:
     """Raise ConfigError for a model whose tensors are not inferred."""
-    kinds = [kind for key, kind in _NOT_RUN.items() if document.get(key)]
-    if document.get("model_transaction_policy", {}).get("decoupled"):
-        kinds.append("a decoupled model")
-    if kinds:
+    decoupled = document.get("model_transaction_policy", {}).get("decoupled")
+    if decoupled or any(document.get(key) for key in _NOT_RUN):
         raise ConfigError(
-            f"config.pbtxt lacks inputs or outputs, which are not inferred for {kinds[0]}",
+            "config.pbtxt lacks inputs or outputs, which are not inferred for ragged inputs and"
+            " outputs, sequences and decoupled models",
             expected="data_type and dims of each input and output",
         )
 

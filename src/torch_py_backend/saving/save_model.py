@@ -133,47 +133,33 @@ def save_model(
                 "parameters": pbtxt.parameters(options),
                 "instance_group": [{"kind": kind, "count": instances}],
             }
-            for warning in _write(folder, files, formats, document):
-                log.warning("model '%s': %s", target.name, warning)
+            _write(folder, files, formats, document)
     return target
 
 
-def _write(
-    folder: Path, files: ModuleFiles, formats: Sequence[Format], document: Document
-) -> list[str]:
-    """Write the folder in the first format in which the module can be saved; return warnings."""
-    reasons: list[SaveError | LoadError] = []
-    for kind in formats:
-        try:
-            warnings = _write_format(folder, files, kind, document)
-        except (SaveError, LoadError) as error:
-            reasons.append(error)
-            shutil.rmtree(folder)
-        else:
-            return [f"saved as a torch.export program: {each.found}" for each in reasons] + warnings
-    if len(reasons) == 1:
-        raise reasons[0]
-    source, program = reasons
-    raise SaveError(
-        f"it can be saved neither as source ({source.found}) nor as a program ({program.found})",
-        cure=source.cure,
-    ) from program
-
-
-def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Document) -> list[str]:
-    """Write the folder in a format, load the model, and compare its answers; return warnings."""
-    own = pbtxt.parameters(files.write(folder / "1", kind))
-    config = {**document, "parameters": {**own, **document["parameters"]}}
-    # Until the config is written: without a max_batch_size in this file, the warm-up refuses rows
-    # that depend on each other.
-    (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
-    reference = None
-    if files.example.outputs:
-        reference = str(folder.with_name("reference.pt"))
-        torch.save(files.example.outputs, reference)
-    report = creation.write_config(folder, config, reference=reference)
-    warnings: list[str] = report["warnings"]
-    return warnings
+def _write(folder: Path, files: ModuleFiles, formats: Sequence[Format], document: Document) -> None:
+    """Write the folder in the first format in which the module can be saved, and its config."""
+    kind, *others = formats
+    try:
+        own = pbtxt.parameters(files.write(folder / "1", kind))
+        config = {**document, "parameters": {**own, **document["parameters"]}}
+        # Until the config is written: without a max_batch_size in this file, the warm-up refuses
+        # rows that depend on each other.
+        (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
+        reference = None
+        if files.example.outputs:
+            reference = str(folder.with_name("reference.pt"))
+            torch.save(files.example.outputs, reference)
+        report = creation.write_config(folder, config, reference=reference)
+    except (SaveError, LoadError) as error:
+        if not others:
+            raise
+        log.warning("model '%s' is saved as a torch.export program: %s", folder.name, error.found)
+        shutil.rmtree(folder)
+        _write(folder, files, others, document)
+        return
+    for warning in report["warnings"]:
+        log.warning("model '%s': %s", folder.name, warning)
 
 
 def _is_pretrained(module: object) -> bool:
