@@ -83,7 +83,7 @@ def test_install_checks_python(
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("serve /no/such/repository", "/no/such/repository is not a folder"),
+        ("serve /no/such/repository", "No such file or directory: '/no/such/repository'"),
         ("serve models/net", "models/net is a model; expected the repository that holds it: "),
         ("serve empty", "empty holds no models; expected folders with a config.pbtxt."),
         ("serve . --tritonserver=/no/server", "there is no /no/server; expected a tritonserver"),
@@ -94,9 +94,11 @@ def test_install_checks_python(
         ),
         ("serve models --restrict=traces", "'traces' is not one of Triton's endpoints: health"),
         ("install --backend-dir=/no/backends", "/no/backends is not a folder; expected the"),
-        ("check /dev/null", "/dev/null is not a folder"),
-        ("check /no/[extra]/[/x]", "/no/[extra]/[/x] is not a folder"),
-        ("init /no/such/model.pt", "/no/such/model.pt is not there"),
+        ("check /dev/null", "Not a directory: '/dev/null'"),
+        ("check /no/[extra]/[/x]", "No such file or directory: '/no/[extra]/[/x]'"),
+        ("init /no/such/model.pt", "No such file or directory: '/no/such/model.pt'"),
+        ("tune /no/model", "No such file or directory: '/no/model'"),
+        ("tune models/net --max-error=1", "the table has each candidate's error"),
         ("init /", "/ is a folder without a config.json of transformers"),
         # names of earlier versions
         ("bench models net", "the command bench was removed. Use perf_analyzer"),

@@ -13,9 +13,7 @@ from torch_py_backend.server.tritonserver import Server, choose_ports
 
 
 def test_a_server_that_was_not_started(tmp_path: Path) -> None:
-    """It may be stopped; its repository must exist."""
-    with pytest.raises(ToolError, match="is not a folder; expected a model repository"):
-        Server(tmp_path / "none")
+    """It may be stopped."""
     server = Server(tmp_path, ports=(80, 0, 0), address="0.0.0.0")
     assert server.http_address == "127.0.0.1:80"
     server.stop()

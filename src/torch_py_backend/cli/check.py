@@ -38,8 +38,6 @@ def check(
     ] = False,
 ) -> None:
     """Try models without a server: signature, bindings, options, problems and their cure."""
-    if not path.is_dir():
-        raise ToolError(f"{path} is not a folder; expected a model or a model repository.")
     folders = repository.models(path.resolve())
     # With --json, standard output holds nothing but JSON. The status is shown on terminals only.
     console = Console(stderr=as_json, soft_wrap=True, highlight=False, emoji=False)

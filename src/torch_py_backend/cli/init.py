@@ -56,8 +56,6 @@ def init(
     ] = False,
 ) -> None:
     """Make a model folder from an artifact, if the model loads and runs."""
-    if not model_file.exists():
-        raise ToolError(f"{model_file} is not there; expected the model's file or folder.")
     entries = [_parse_input(text) for text in inputs or ()]
     absolute = model_file.absolute()
     name = name or (absolute.name if absolute.is_dir() else absolute.stem)

@@ -39,8 +39,6 @@ def tune(
 ) -> None:
     """Measure ways to run a model; print the options of the fastest one for config.pbtxt."""
     folder = model.resolve()
-    if not folder.is_dir():
-        raise ToolError(f"{model} is not a folder; expected a model's folder.")
     with about(folder.name):
         document = pbtxt.read(folder)
         version = repository.latest(folder, document)

@@ -87,8 +87,6 @@ class Server:
         exit_seconds: int = server_arguments.EXIT_SECONDS,
         log: Path | None = None,
     ) -> None:
-        if not repository.is_dir():
-            raise ToolError(f"{repository} is not a folder; expected a model repository.")
         self._triton = installation.find(executable)
         self._exit_seconds = exit_seconds
         self.log = log
