@@ -10,9 +10,8 @@ import queue
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,16 +120,21 @@ class LocalServer:
         path = remote_repository.local(self.repository, self._cache, _report)
         serving = Serving(path, _report, **self._options)
         log = serving.server.log = tritonserver.create_log()
-        started: Future[None] = Future()
+        started: futures.Future[None] = futures.Future()
         self._ended.clear()
         # Not this thread, which may end: tritonserver ends with the one that starts it.
         self._thread = threading.Thread(target=self._run, args=(serving, log, started), daemon=True)
         self._thread.start()
         atexit.register(self.stop)
         try:
-            started.result()
-        except BaseException:
+            started.result(self._timeout)
+            for name, reason in serving.supervisor.snapshot.models.items():
+                if reason:
+                    raise ToolError(f"model '{name}' {reason}.")
+        except BaseException as error:
             self.stop()
+            if isinstance(error, futures.TimeoutError):
+                raise ToolError(f"the loads took longer than {self._timeout:g} seconds.") from None
             raise
         self._serving, server = serving, serving.server
         self.http_address, self.grpc_address = server.http_address, server.grpc_address
@@ -149,26 +153,14 @@ class LocalServer:
         self._thread = None
         atexit.unregister(self.stop)
 
-    def _run(self, serving: Serving, log: Path, started: Future[None]) -> None:
-        """Run the server until `stop`; set the result when every model is READY."""
-        deadline = time.monotonic() + self._timeout
-
-        def announce() -> None:
-            for name, reason in serving.supervisor.snapshot.models.items():
-                if reason:
-                    raise ToolError(f"model '{name}' {reason}.")
-            started.set_result(None)
-
-        def is_over() -> bool:
-            if not started.done() and time.monotonic() > deadline:
-                raise ToolError(f"the models were not loaded within {self._timeout:g} seconds.")
-            return self._ended.is_set()
-
+    def _run(self, serving: Serving, log: Path, started: futures.Future[None]) -> None:
+        """Run the server until `stop`; set the result when all loads have ended."""
         try:
             # What instances write into their temporary folder is removed with them.
             with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
                 serving.server.variables["TMPDIR"] = folder
-                if serving.run(announce, is_over) is not None:
+                code = serving.run(lambda: started.set_result(None), self._ended.is_set)
+                if code is not None:
                     raise ToolError(f"tritonserver has ended; its log says why: {log}.")
             log.unlink()
         except Exception as error:
@@ -193,13 +185,7 @@ class LocalServer:
         self._check_started()
         return tritonclient.grpc.InferenceServerClient(self.grpc_address)
 
-    def infer(
-        self,
-        model: str,
-        inputs: Any,
-        *,
-        version: str = "",
-    ) -> dict[str, NDArray[Any]]:
+    def infer(self, model: str, inputs: Any, *, version: str = "") -> dict[str, NDArray[Any]]:
         """Send one request, and return the outputs by name.
 
         Args:

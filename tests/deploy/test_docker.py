@@ -129,7 +129,7 @@ class Image:
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     """The image after the Dockerfile's last step."""
     root = tmp_path_factory.mktemp("image")
-    triton = installation.find()
+    triton = installation.TritonInstallation()
     base = root / "opt" / "tritonserver"
     _lay_out_base(triton, base)
     python = packed.make(root / "python")

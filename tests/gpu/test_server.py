@@ -33,7 +33,7 @@ pytestmark = [
 try:
     from torch_py_backend.server import installation
 
-    installation.find()
+    installation.TritonInstallation()
     import grpc_streams
     import streamed
     import tritonclient.grpc

@@ -194,7 +194,7 @@ def test_response_cache(repository: Path) -> None:
 
 
 @pytest.mark.skipif(
-    "pytriton" not in installation.find().executable.parts,
+    "pytriton" not in installation.TritonInstallation().executable.parts,
     reason="a fault of servers up to 24.10; newer ones serve models with numpy 2",
 )
 def test_numpy_too_new_for_the_stub(tmp_path: Path) -> None:

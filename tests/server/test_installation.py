@@ -181,14 +181,14 @@ def _tree(folder: Path, *, stub: bool = True) -> Path:
 def test_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--tritonserver comes first, then PATH, then /opt/tritonserver, then the wheel."""
     named, on_path, container = (_tree(tmp_path / name) for name in ("named", "path", "ngc"))
-    wheel = installation.find()
+    wheel = installation.TritonInstallation()
     assert "pytriton" in wheel.executable.parts
     assert f"{sys.version_info.major}.{sys.version_info.minor}" in wheel.stub.parts
     monkeypatch.setattr(installation, "NGC", tmp_path / "ngc")
-    assert installation.find().executable == container
+    assert installation.TritonInstallation().executable == container
     monkeypatch.setenv("PATH", str(on_path.parent), prepend=os.pathsep)
-    assert installation.find().executable == on_path
-    triton = installation.find(named)
+    assert installation.TritonInstallation().executable == on_path
+    triton = installation.TritonInstallation(named)
     assert triton.executable == named
     assert triton.python_backend == tmp_path / "named/backends/python"
     assert tmp_path / "named/lib" in triton.libraries
@@ -197,24 +197,24 @@ def test_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_server_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names what is missing; without any server, the extra to install."""
     with pytest.raises(ToolError, match="nothing; expected a tritonserver"):
-        installation.find(tmp_path / "nothing")
+        installation.TritonInstallation(tmp_path / "nothing")
     with pytest.raises(ToolError, match="stub; expected a tritonserver with a Python backend"):
-        installation.find(_tree(tmp_path, stub=False))
+        installation.TritonInstallation(_tree(tmp_path, stub=False))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(installation, "NGC", tmp_path / "none")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ToolError, match=r"pip install 'torch-py-backend\[server\]'"):
-        installation.find()
+        installation.TritonInstallation()
 
 
 def test_environment_leads_to_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's stub runs the first python3 on PATH: a Python without one beside it is refused."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
-    triton = installation.find()
-    values = installation.environment(triton)
+    triton = installation.TritonInstallation()
+    values = triton.environment()
     first = Path(values["PATH"].split(os.pathsep)[0])
     assert (first / "python3").resolve() == Path(sys.executable).resolve()
     assert values["LD_LIBRARY_PATH"].endswith(f"{os.pathsep}/somewhere")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ToolError, match="is not this Python"):
-        installation.environment(triton)
+        triton.environment()

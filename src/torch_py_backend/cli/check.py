@@ -19,7 +19,7 @@ from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import BackendError, ConfigError, ToolError, named
 from torch_py_backend.model_folders import creation
 from torch_py_backend.processes import child_process
-from torch_py_backend.server import installation
+from torch_py_backend.server.installation import TritonInstallation
 
 _COLORS = {"OK": "green", "FAILED": "red", "SKIPPED": "yellow", "PROBLEM": "red"}
 # Each instance needs a region of 1 MB, and more for larger tensors.
@@ -65,7 +65,7 @@ def check(
 def machine_problems() -> Iterator[str]:
     """Yield the problems of this machine, one sentence each, with their cure."""
     try:
-        installation.environment(installation.find())
+        TritonInstallation().environment()
     except ToolError as error:
         yield str(error)
     size = shutil.disk_usage("/dev/shm").total  # noqa: S108  Triton's regions

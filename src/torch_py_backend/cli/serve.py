@@ -15,8 +15,9 @@ import typer
 
 from torch_py_backend.model_folders import remote_repository
 from torch_py_backend.processes import procfs
-from torch_py_backend.server import cleanup, installation, server_arguments
+from torch_py_backend.server import cleanup, server_arguments
 from torch_py_backend.server import tritonserver as tritonservers
+from torch_py_backend.server.installation import TritonInstallation
 from torch_py_backend.server.serving import Serving
 from torch_py_backend.server.supervisor import Event
 
@@ -102,7 +103,7 @@ def serve(
     # Removed, so that tritonserver and its instances do not inherit the key.
     key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
     restricted = server_arguments.endpoints(restrict)
-    installation.find(tritonserver)  # before much is fetched
+    TritonInstallation(tritonserver)  # before much is fetched
     serving = Serving(
         remote_repository.local(repository, cache, _note),
         lambda event: _say(format_event(event)),

@@ -10,7 +10,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch_py_backend.errors import ToolError
@@ -19,7 +18,7 @@ NGC = Path("/opt/tritonserver")
 PACKAGE = Path(__file__).parents[1]
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _QUIET = 2  # compileall prints no errors
-_STUB = "triton_python_backend_stub"
+_LIBRARY, _STUB = "libtriton_python.so", "triton_python_backend_stub"
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 # Characters that split a word of a shell, or change it.
 _SHELL = re.compile(r"[\s\"'`$&;|<>()\\]")
@@ -90,20 +89,40 @@ def uninstall(backends: Path, name: str) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
 class TritonInstallation:
-    """The paths of an installed tritonserver.
+    """A tritonserver: on PATH, in /opt/tritonserver, or in the wheel nvidia-pytriton.
+
+    Args:
+        executable: the tritonserver to use instead.
 
     Attributes:
+        executable: its path.
         python_backend: the folder with libtriton_python.so and Triton's utilities.
         stub: the executable that runs Python models, built for this version of Python.
         libraries: the folders with its shared libraries.
+
+    Raises:
+        ToolError: no tritonserver is installed, or it lacks the Python backend or a stub for this
+            Python.
     """
 
-    executable: Path
-    python_backend: Path
-    stub: Path
-    libraries: tuple[Path, ...]
+    def __init__(self, executable: Path | None = None) -> None:
+        executable = (executable or _search()).absolute()  # it is started in another folder
+        self.executable = executable
+        root = executable.resolve().parent.parent
+        libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
+        self.libraries = (root.parent.parent / "nvidia_pytriton.libs", root / "lib", libpython)
+        self.python_backend = root / "backends" / "python"
+        # The wheel has a stub for each Python, NVIDIA's containers have one in the backend.
+        self.stub = root / "python_backend_stubs" / _PYTHON / _STUB
+        if not self.stub.is_file():
+            self.stub = self.python_backend / _STUB
+        for part in (executable, self.python_backend / _LIBRARY, self.stub):
+            if not part.is_file():
+                raise ToolError(
+                    f"there is no {part}; expected a tritonserver with a Python backend for Python"
+                    f" {_PYTHON}."
+                )
 
     def refuse_in_shell(self, path: str) -> None:
         """Refuse a path that a stub would not get as it is: Triton would wait for it forever.
@@ -113,80 +132,54 @@ class TritonInstallation:
                 starts stubs through a shell without quotes, as Triton 24.10 does.
         """
         match = _SHELL.search(path)
-        if match and b"\0bash\0" in (self.python_backend / "libtriton_python.so").read_bytes():
+        if match and b"\0bash\0" in (self.python_backend / _LIBRARY).read_bytes():
             raise ToolError(
                 f"'{path}' has the character {match[0]!r}; Triton starts processes through a shell,"
                 " which splits or changes it. Rename it, or use a link."
             )
 
+    def populate_backends(self, backends: Path) -> None:
+        """Fill a backend directory with Triton's Python backend and this backend.
 
-def find(executable: Path | None = None) -> TritonInstallation:
-    """Find a tritonserver: on PATH, in /opt/tritonserver, or in the wheel nvidia-pytriton.
+        Files are copied: Triton refuses a library whose real path is outside its backend folder.
+        """
+        python = backends / "python"
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(self.python_backend, python, ignore=ignored)
+        shutil.copy2(self.stub, python / _STUB)
+        ours = install(backends, "pytorch_py")
+        # Serves repositories that were made for the LibTorch backend.
+        shutil.copytree(ours, backends / "pytorch", copy_function=os.link)
 
-    Args:
-        executable: the tritonserver to use instead.
+    def environment(self) -> dict[str, str]:
+        """Return the variables with which the server finds its libraries and this Python.
 
-    Raises:
-        ToolError: no tritonserver is installed, or it lacks the Python backend or a stub for this
-            Python.
-    """
-    if executable is None:
-        folders = [os.environ.get("PATH", os.defpath), NGC / "bin"]
-        wheel = importlib.util.find_spec("pytriton")  # not imported
-        if wheel is not None and wheel.origin is not None:
-            folders.append(Path(wheel.origin).parent / "tritonserver" / "bin")
-        path = shutil.which("tritonserver", path=os.pathsep.join(map(str, folders)))
-        if path is None:
+        Raises:
+            ToolError: there is no `python3` beside this interpreter that is the same interpreter.
+        """
+        folder = Path(sys.executable).parent
+        python3 = folder / "python3"
+        if python3.resolve() != Path(sys.executable).resolve():
             raise ToolError(
-                f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
-                " pip install 'torch-py-backend[server]', or name it with --tritonserver."
+                f"Triton's stub runs the first python3 on PATH, and {python3} is not this Python"
+                f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
             )
-        executable = Path(path)
-    executable = executable.absolute()  # it is started in another folder
-    root = executable.resolve().parent.parent
-    backend = root / "backends" / "python"
-    # NVIDIA's containers have one stub, in the backend; the wheel has one for each Python.
-    stubs = (root / "python_backend_stubs" / _PYTHON / _STUB, backend / _STUB)
-    stub = next((path for path in stubs if path.is_file()), stubs[-1])
-    for part in (executable, backend / "libtriton_python.so", stub):
-        if not part.is_file():
-            raise ToolError(
-                f"there is no {part}; expected a tritonserver with a Python backend for Python"
-                f" {_PYTHON}."
-            )
-    libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
-    libraries = (root.parent.parent / "nvidia_pytriton.libs", root / "lib", libpython)
-    return TritonInstallation(executable, backend, stub, libraries)
+        path = f"{folder}:{os.environ.get('PATH', os.defpath)}"
+        libraries = ":".join(map(str, self.libraries))
+        if others := os.environ.get("LD_LIBRARY_PATH"):
+            libraries = f"{libraries}:{others}"
+        return {**os.environ, "PATH": path, "LD_LIBRARY_PATH": libraries}
 
 
-def populate_backends(triton: TritonInstallation, backends: Path) -> None:
-    """Fill a backend directory with Triton's Python backend and this backend.
-
-    Files are copied: Triton refuses a library whose real path is outside its backend folder.
-    """
-    python = backends / "python"
-    shutil.copytree(triton.python_backend, python, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy2(triton.stub, python / _STUB)
-    ours = install(backends, "pytorch_py")
-    # Serves repositories that were made for the LibTorch backend.
-    shutil.copytree(ours, backends / "pytorch", copy_function=os.link)
-
-
-def environment(triton: TritonInstallation) -> dict[str, str]:
-    """Return the environment variables with which a server finds its libraries and this Python.
-
-    Raises:
-        ToolError: there is no `python3` beside this interpreter that is the same interpreter.
-    """
-    folder = Path(sys.executable).parent
-    python3 = folder / "python3"
-    if python3.resolve() != Path(sys.executable).resolve():
+def _search() -> Path:
+    folders = [os.environ.get("PATH", os.defpath), str(NGC / "bin")]
+    wheel = importlib.util.find_spec("pytriton")  # not imported
+    if wheel is not None and wheel.origin is not None:
+        folders.append(str(Path(wheel.origin).parent / "tritonserver" / "bin"))
+    path = shutil.which("tritonserver", path=":".join(folders))
+    if path is None:
         raise ToolError(
-            f"Triton's stub runs the first python3 on PATH, and {python3} is not this Python"
-            f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
+            f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
+            " pip install 'torch-py-backend[server]', or name it with --tritonserver."
         )
-    values = dict(os.environ)
-    values["PATH"] = f"{folder}:{values.get('PATH', os.defpath)}"
-    libraries = ":".join(map(str, triton.libraries))
-    values["LD_LIBRARY_PATH"] = f"{libraries}:{values.get('LD_LIBRARY_PATH', '')}".rstrip(":")
-    return values
+    return Path(path)

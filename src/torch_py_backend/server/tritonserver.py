@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import instance_status
-from torch_py_backend.server import cleanup, installation, server_arguments
+from torch_py_backend.server import cleanup, server_arguments
 from torch_py_backend.server.cleanup import ServerFolder
 from torch_py_backend.server.client import ModelState, TritonClient
+from torch_py_backend.server.installation import TritonInstallation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -87,7 +88,7 @@ class Server:
         exit_seconds: int = server_arguments.EXIT_SECONDS,
         log: Path | None = None,
     ) -> None:
-        self._triton = installation.find(executable)
+        self._triton = TritonInstallation(executable)
         self._exit_seconds = exit_seconds
         self.log = log
         ports = choose_ports(address, ports)
@@ -129,7 +130,7 @@ class Server:
         Raises:
             ToolError: the server cannot run on this machine.
         """
-        variables = installation.environment(self._triton) | self.variables
+        variables = self._triton.environment() | self.variables
         for path in (self._repository, tempfile.gettempdir()):
             self._triton.refuse_in_shell(str(path))
         try:
@@ -149,7 +150,7 @@ class Server:
         folder = ServerFolder()
         self._stack.callback(folder.close)
         self.status_folder = folder.status
-        installation.populate_backends(self._triton, folder.backends)
+        self._triton.populate_backends(folder.backends)
         log = self._stack.enter_context(self.log.open("ab")) if self.log else None
         # A session of its own: Ctrl-C reaches this process, which then stops the server. A folder
         # of its own: Triton's stub would import a model.py from the current folder.
