@@ -7,7 +7,6 @@ tritonserver over gRPC.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,18 +55,11 @@ class Recorder:
     error: BackendError | None = None
 
     async def receive(self, streams: Streams, item: dict[str, Value]) -> None:
-        try:
-            async with contextlib.aclosing(streams.outcomes(item)) as outcomes:
-                async for outcome, last in outcomes:
-                    if outcome is not None:
-                        self.send(outcome, last=last)
-                    if len(self.values) == self.leaves_after:
-                        break
-        except BaseException as error:
-            self.error = streams.error(error)
+        self.error = await streams.run(item, self.send)
 
-    def send(self, outcome: dict[str, Value], *, last: bool) -> None:
+    def send(self, outcome: dict[str, Value], last: bool) -> bool:
         self.values.append(torch.as_tensor(outcome["y"]).tolist())
+        return len(self.values) != self.leaves_after
 
     @property
     def text(self) -> str:

@@ -15,7 +15,7 @@ import pytest
 import scenarios
 import torch
 from fake_triton import TritonError
-from instances import logged, request
+from instances import logged, request, until
 from scenarios import Scenario
 
 from torch_py_backend.adapter import TritonPythonModel, answering, messages
@@ -192,7 +192,7 @@ def test_request_that_fails_while_it_is_read(
     codes = [TritonError.UNAVAILABLE, TritonError.UNAVAILABLE if lost else None]
     assert check(sent, model.execute(sent)) == codes
     assert model.is_ready() is not lost
-    assert "Traceback" in logged()[0]
+    assert "Traceback" in logged()[-1]
 
 
 @pytest.mark.parametrize(
@@ -327,12 +327,12 @@ def test_a_poisoned_instance(
     assert model._engine.counts.rows == rows
     assert fake_triton.is_ready(generation, model) is (generation == fake_triton.GENERATIONS[0])
     assert not model.is_ready()
-    assert gauge() == [1]
+    until(lambda: gauge() == [1])
     assert "device-side assert triggered" in responses[0].error().message()
     assert status.reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
     assert len(logged()) == 2
-    assert "Traceback" in logged()[0]
-    assert logged()[1] == (
+    assert "Traceback" in logged()[1]
+    assert logged()[0] == (
         "model 'judge': instance judge_0_0 is poisoned and refuses all requests until the model is"
         " reloaded."
     )

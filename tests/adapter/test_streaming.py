@@ -223,14 +223,12 @@ def test_a_stream_that_has_ended_is_not_checked(how: str, tmp_path: Path) -> Non
     served = _Served(tmp_path, _model(_ENDLESS))
     assert served.model._streaming is not None
     request = served.request(_X)
-    client = streaming._Client(served.model._streaming, request)
-    assert not client.has_left()
+    client = streaming._Client(served.model._engine, request)
     if how == "the end":
         client.end(None)
     else:
         client.send({}, last=True)
-    request.sender.cancelled = True
-    assert not client.has_left()
+    served.model._streaming._watch(client)
 
 
 def test_an_unexpected_exception_ends_a_stream(
@@ -290,19 +288,20 @@ def test_a_response_that_cannot_be_sent(body: str, place: int, tmp_path: Path) -
 
 
 def test_the_number_of_streams_is_limited(tmp_path: Path) -> None:
-    """With MAX_STREAMS live streams execute() waits."""
+    """With MAX_STREAMS live streams execute() waits; who leaves meanwhile gets no step."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
-    first, second, third = (served.request(_X) for _ in range(3))
+    first, second, left, last = (served.request(_X) for _ in range(4))
     served.start(first, second)
-    waiting = threading.Thread(target=served.start, args=(third,))
+    waiting = threading.Thread(target=served.start, args=(left, last))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
-    assert not third.sender.responses
-    first.sender.cancelled = True
+    left.sender.cancelled = first.sender.cancelled = True
     waiting.join(_SECONDS)
-    until(lambda: third.sender.responses)
-    for request in (second, third):
+    (refused,) = _ended(left)
+    assert refused.error().code() == fake_triton.TritonError.CANCELLED
+    until(lambda: last.sender.responses)
+    for request in (second, last):
         request.sender.cancelled = True
         _ended(request)
 
@@ -343,7 +342,7 @@ def test_the_log_names_the_request(tmp_path: Path) -> None:
     _ended(request)
     until(logged)
     (text,) = logged()
-    assert "(request number-9)" in text
+    assert "(requests number-9)" in text
     assert "Traceback" in text
 
 
@@ -375,4 +374,4 @@ def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert failures.fatal is not None
     assert not served.model.is_ready()
     (poisoned,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
-    assert poisoned.value() == 1
+    until(lambda: poisoned.value() == 1)

@@ -75,9 +75,9 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
     sent: list[Any] = []
 
     class Keeps(Recorder):
-        def send(self, outcome: dict[str, Value], *, last: bool) -> None:
-            super().send(outcome, last=last)
+        def send(self, outcome: dict[str, Value], last: bool) -> bool:
             sent.append(outcome["y"])
+            return super().send(outcome, last)
 
     x = torch.ones(1, 2)
     recorder = Keeps()
@@ -206,10 +206,10 @@ def test_streams_of_different_lengths() -> None:
     class Early(Recorder):
         """Begins another stream at its first response."""
 
-        def send(self, outcome: dict[str, Value], *, last: bool) -> None:
-            super().send(outcome, last=last)
-            if len(self.values) == 1:
+        def send(self, outcome: dict[str, Value], last: bool) -> bool:
+            if not others:
                 others.append(asyncio.create_task(late.receive(streams, item(10))))
+            return super().send(outcome, last)
 
     others: list[asyncio.Task[Any]] = []
     early = Early(leaves_after=3)

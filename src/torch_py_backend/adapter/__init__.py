@@ -28,10 +28,8 @@ from torch_py_backend.loading import discovery
 from torch_py_backend.processes import child_process, instance_status
 
 if TYPE_CHECKING:
-    from torch_py_backend.adapter.answering import Answering
     from torch_py_backend.adapter.messages import Request
     from torch_py_backend.adapter.streaming import Streaming
-    from torch_py_backend.engine.tracing import TraceContexts
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +65,6 @@ class TritonPythonModel:
         self._modes = contextlib.ExitStack()
         self._status = instance_status.InstanceStatus()
         self._streaming: Streaming | None = None
-        self._lost = False
         child_process.use_utf8()
         try:
             self._start(args)
@@ -108,6 +105,7 @@ class TritonPythonModel:
         # Import torch only now: it reads its environment variables when it is imported.
         gc.disable()  # collections would take a tenth of that time
         from torch_py_backend.adapter import calling, messages, metrics, streaming
+        from torch_py_backend.adapter.answering import Answering
         from torch_py_backend.engine import load, profiling, runtime, tracing, warmup
 
         gc.enable()
@@ -138,16 +136,18 @@ class TritonPythonModel:
         )
         # Only now: loading has no time limit.
         self._engine.failures.on_call = self._status.busy
+        self._engine.failures.on_fatal = self._on_fatal
         profiler = profiling.Profiler(settings) if settings.options.profile_dir else None
         if settings.decoupled:
             self._streaming = streaming.Streaming(
-                self._engine, self._on_fatal, self._status.idle, contexts, profiler
+                self._engine, self._status.idle, contexts, profiler
             )
             self._modes.callback(self._streaming.close)
             self._publisher.sources.streams = self._streaming.streams
         else:
-            self._answering = self._create_answering(contexts)
-            answer: Callable[[Sequence[Request]], Any] = self._answering.answer
+            answering = Answering(self._engine, contexts)
+            self._publisher.sources.sequences = answering.sequences
+            answer: Callable[[Sequence[Request]], Any] = answering.answer
             if profiler is not None:
                 self._modes.enter_context(profiler.running())
                 answer = profiler.batch()(answer)  # as a decorator: each call enters a new one
@@ -176,40 +176,12 @@ class TritonPythonModel:
         with self._engine.preparing():
             pass
 
-    def _create_answering(self, contexts: TraceContexts | None) -> Answering:
-        from torch_py_backend.adapter import answering, messages
-
-        engine, config = self._engine, self._settings
-        read: messages.Read = messages.read
-        how: dict[str, Any] = {}
-        if config.sequencing is not None:
-            reader = messages.SequenceReader(engine)
-            self._publisher.sources.sequences = reader.sequences
-            read = reader.read
-            run = engine.pipeline(steps=reader.steps, traced=contexts is not None)
-            # Cancelled steps run, too: the next step needs their states.
-            how = {"count_sent": reader.count_sent, "skips_cancelled": False}
-        else:
-            # Reading parameters takes time, so do it only for hooks that take them.
-            if engine.hooks is not None and engine.hooks.takes_parameters:
-                read = messages.read_with_parameters
-            elif config.options.force_cpu_only_input_tensors and all(
-                spec.dtype.numpy for spec in config.inputs
-            ):
-                read = messages.read_numbers
-            writer = messages.writer([spec.name for spec in config.outputs])
-            run = engine.pipeline(writer, traced=contexts is not None)
-        if contexts is not None:
-            read = messages.traced(read, contexts.carry)
-        return answering.Answering(engine, self._on_fatal, read, run, **how)
-
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
         if self._weights is not None and (changed := self._weights.changed()):
             # Requests get 503 from now on, until the model is loaded again.
             reason = f"{changed} was written in place while its pages were in use"
             self._engine.failures.poison(reason)
-            self._on_fatal(reason)
         if self._streaming is not None:  # its thread reports when it is busy
             self._streaming.start(requests)
             return None
@@ -225,12 +197,8 @@ class TritonPythonModel:
         return self._engine.failures.fatal is None
 
     def _on_fatal(self, reason: str) -> None:
-        """Report once, with the cause in a few words, that no requests are answered any more."""
-        if self._lost:
-            return
-        self._lost = True
+        """Report, with the cause in a few words, that no requests are answered any more."""
         self._status.poisoned(reason)
-        self._publisher.try_publish()
         log.error(
             "instance %s is poisoned and refuses all requests until the model is reloaded.",
             self._settings.instance,

@@ -12,10 +12,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from itertools import islice
+from typing import TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
+from torch_py_backend.errors import join_names
+
+log = logging.getLogger(__name__)
+
 _SERVER = os.getppid()
+# The most reports of one batch in the log; equal ones are merged.
+_MOST = 8
+# The IDs of failed requests, by their error and its traceback.
+Failed: TypeAlias = "dict[tuple[str, str], list[str]]"
 
 
 def is_orphaned() -> bool:
@@ -66,3 +76,12 @@ def install(model: str) -> LogHandler:
     package.setLevel(logging.INFO)
     package.propagate = False
     return handler
+
+
+def report(failed: Failed) -> None:
+    """Log failures of requests, with their IDs where clients set them."""
+    for (sentence, text), names in islice(failed.items(), _MOST):
+        requests = join_names(dict.fromkeys(names))
+        log.error("%s (requests %s)%s", sentence, requests, f"\n{text}" if text else "")
+    if len(failed) > _MOST:
+        log.error("%d more failures of the same batch.", len(failed) - _MOST)

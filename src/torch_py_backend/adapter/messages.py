@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -64,6 +64,15 @@ def read_with_parameters(requests: Sequence[Request]) -> list[Item]:
     ]
 
 
+def reader(engine: Engine) -> Read:
+    """Return the function that reads the requests of a model, except of one with sequences."""
+    # Reading parameters takes time, so do it only for hooks that take them.
+    if engine.hooks is not None and engine.hooks.takes_parameters:
+        return read_with_parameters
+    numbers = all(spec.dtype.numpy for spec in engine.config.inputs)
+    return read_numbers if engine.host_inputs and numbers else read
+
+
 def read_kept(requests: Sequence[Request]) -> list[Item]:
     """Return requests' tensors for use after execute() has returned.
 
@@ -91,26 +100,20 @@ class SequenceReader:
     batch), all requests are run as they come, including those that only fill a slot.
 
     Attributes:
-        sequences: the states of the sequences; None: the config has no states.
         steps: the stages that the pipeline needs; None: none.
     """
 
     def __init__(self, engine: Engine) -> None:
         config = engine.config
         # Without states: Triton passes uninitialized memory for them.
-        self._names = frozenset(
-            spec.name for spec in config.inputs if spec.origin is not Origin.STATE
-        )
+        self._names = {spec.name for spec in config.inputs if spec.origin is not Origin.STATE}
         self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
-        # Whether any request so far only filled a slot: reading each one's ID again takes time.
-        self._fills = False
         self._starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         self._ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
         self._failures = engine.failures
-        self.sequences: Sequences | None = None
         self.steps: Sequences | Slots | None = None
         if config.states:
-            self.steps = self.sequences = Sequences(config, engine.device)
+            self.steps = Sequences(config, engine.device)
         elif config.keeps_slots:
             self.steps = Slots(config, engine.inputs.admit)
 
@@ -119,35 +122,20 @@ class SequenceReader:
         return [self._read(request) for request in requests]
 
     def _read(self, request: Request) -> Item:
-        """Return a request's item with its step.
-
-        A request that cannot be read still begins and ends its sequence: the next request must not
-        get the state of an older sequence with the same ID. In slots it is returned with its error.
-        """
+        """Return a request's item with its step, which also has the error of reading it."""
         flags = request.flags()
         name = request.correlation_id()
         step = Step(name, bool(flags & self._starts), bool(flags & self._ends))
-        self._fills |= not name
-        if self.sequences is not None and not name:
-            return RequestItem({}, step=step)
         try:
             item = read_some(request, self._names)
         except Exception as error:
-            if self.sequences is not None:
-                self.sequences.skip(step)
-            if self.sequences is not None or self.steps is None:
+            if self.steps is None:
                 raise
             step = step._replace(error=self._failures.unreadable(error))
             item = read_some(request, self._names.difference(self._sent))
         if not name:
             sequences.blank(item, self._sent)
         return RequestItem(item, step=step)
-
-    def count_sent(self, requests: Sequence[Request]) -> int:
-        """Return how many of the requests were sent by clients and do not only fill a slot."""
-        if not self._fills:
-            return len(requests)
-        return sum(1 for request in requests if request.correlation_id())
 
 
 def has_traces() -> bool:
@@ -190,8 +178,8 @@ def read_tensor(tensor: Any) -> Any:
 
 
 def request_id(request: Request) -> str:
-    """Return a request's ID, shortened and without unprintable characters, for the log."""
-    return printable(request.request_id()[:_MAX_ID_LENGTH])
+    """Return a request's ID for the log, shortened and without unprintable characters."""
+    return printable(request.request_id()[:_MAX_ID_LENGTH]) or "without an id"
 
 
 def write(result: Any, model: str) -> Response:
@@ -211,27 +199,15 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
     It takes the place of `scatter` of a pipeline. If Triton refuses an output, it returns outputs
     by name: writing each response alone finds which.
     """
-    to_capsule = dlpack.to_dlpack  # type: ignore[attr-defined]
-    from_array, from_dlpack = pb_utils.Tensor, pb_utils.Tensor.from_dlpack
     response = pb_utils.InferenceResponse
 
     def write_batch(
         outputs: Sequence[Value], sizes: Sequence[int], _: Sequence[Item]
     ) -> Sequence[Any]:
-        count = len(sizes)
         try:
-            written = []
-            for name, output in zip(names, outputs, strict=True):
-                if not isinstance(output, Tensor) or not output.nbytes or output.is_cuda:
-                    write_one = write_tensor if isinstance(output, Tensor) else from_array
-                    values = batches.split(output, sizes)
-                    written.append(list(map(write_one, repeat(name), values)))
-                    continue
-                parts = (output,) if count == 1 else output.split_with_sizes(list(sizes))
-                if output.nbytes < DLPACK_BYTES * count or output.dtype is torch.bfloat16:
-                    written.append(list(map(from_dlpack, repeat(name), map(to_capsule, parts))))
-                else:
-                    written.append(list(map(from_array, repeat(name), map(Tensor.numpy, parts))))
+            written = [
+                _written(name, output, sizes) for name, output in zip(names, outputs, strict=True)
+            ]
             return Responses(map(response, map(list, zip(*written, strict=True))))
         except Exception:
             return batches.scatter(outputs, names, sizes)
@@ -241,15 +217,27 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
 
 def write_tensor(name: str, value: Value) -> OutputTensor:
     """Convert a contiguous value to one of Triton's tensors."""
-    if not isinstance(value, Tensor):
-        return pb_utils.Tensor(name, value)
-    if not value.numel():  # Triton requires contiguous strides even of empty tensors
-        strides = [math.prod(value.shape[axis + 1 :]) for axis in range(value.ndim)]
-        value = value.as_strided(value.shape, strides)
-    if value.is_cuda:
-        torch.cuda.synchronize(value.device)  # Triton reads the memory without a stream
-        return pb_utils.Tensor.from_dlpack(name, value)
-    if value.dtype is torch.bfloat16 or value.nbytes < DLPACK_BYTES:
+    return _written(name, value, (1,))[0]
+
+
+def _written(name: str, output: Value, sizes: Sequence[int]) -> list[OutputTensor]:
+    """Convert a contiguous output to one of Triton's tensors for each number of rows."""
+    parts: Iterable[Any] = (output,) if len(sizes) == 1 else batches.split(output, sizes)
+    if not isinstance(output, Tensor):
+        return list(map(pb_utils.Tensor, repeat(name), parts))
+    if not output.nbytes:
+        parts = map(_restrided, parts)
+    if output.is_cuda:
+        torch.cuda.synchronize(output.device)  # Triton reads the memory without a stream
+    elif output.nbytes < DLPACK_BYTES * len(sizes) or output.dtype is torch.bfloat16:
         # A capsule from torch: Triton renames capsules, and a renamed one of numpy's crashes.
-        return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]
-    return pb_utils.Tensor(name, value.numpy())
+        parts = map(dlpack.to_dlpack, parts)  # type: ignore[attr-defined]
+    else:
+        return list(map(pb_utils.Tensor, repeat(name), map(Tensor.numpy, parts)))
+    return list(map(pb_utils.Tensor.from_dlpack, repeat(name), parts))
+
+
+def _restrided(value: Tensor) -> Tensor:
+    """Return a tensor with contiguous strides, which Triton requires even of empty ones."""
+    strides = [math.prod(value.shape[axis + 1 :]) for axis in range(value.ndim)]
+    return value.as_strided(value.shape, strides)

@@ -20,7 +20,7 @@ import time
 import types
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -30,27 +30,21 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.profiling import Profiler
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
 from torch_py_backend.pipeline import failures
-from torch_py_backend.pipeline.run import attempt
 from torch_py_backend.values import Item, Outcome, Value
 
 log = logging.getLogger(__name__)
 
-_R = TypeVar("_R")
+Response: TypeAlias = "dict[str, Value]"
 # Returns the outcome for a result of the model. Called within `calling`.
 _Extract: TypeAlias = "Callable[[object], Outcome]"
-# The next state, None at the end of the stream, and the response, None for none.
-_StepResult: TypeAlias = "tuple[object, Outcome | None]"
+# What follows: the next state, or the iterator; None at the end of the stream. And the outcome,
+# None for no response.
+_Advance: TypeAlias = "tuple[object, Outcome | None]"
+# A stream that waits for its next step.
+_Waiting: TypeAlias = "tuple[object, _Extract, asyncio.Future[_Advance]]"
 _END = object()
 # The number of responses in a trial.
 _TRIAL_RESPONSES = 3
-
-
-class _Waiting(NamedTuple):
-    """A stream that waits for its next step."""
-
-    state: object
-    extract: _Extract
-    result: asyncio.Future[_StepResult]
 
 
 class Streams:
@@ -78,42 +72,39 @@ class Streams:
         self._waiting: list[_Waiting] = []
         self._call_step: Any = engine.loaded.step
         self._stages = engine.stages
-        begins = self._stages._replace(
-            extract=lambda result, _: result,
-            fill=None,
-            fetch=None,
-            scatter=lambda result, sizes, _: [(result, sum(sizes))],
-        )
-        self._begin_group = attempt(begins, engine.counts)
 
-    async def outcomes(
-        self, item: Item
-    ) -> AsyncGenerator[tuple[dict[str, Value] | None, bool], None]:
-        """Run one stream: yield its outcomes, and whether it is the last; see also `error`.
+    async def run(self, item: Item, send: Callable[[Response, bool], bool]) -> BackendError | None:
+        """Run one stream to its end; return its error, None without one.
 
-        The outcome is None for a step without one. Other streams run between two of them.
+        Args:
+            item: the inputs.
+            send: takes each response, and whether it is the last one; returns whether to go on.
         """
         self.live += 1
+        state: object = None
         try:
-            self._check()
-            result, extract = self._begin(item)
-            async with contextlib.aclosing(self._results(result, extract)) as results:
-                del result
-                async for outcome, last in results:
+            try:
+                with self._calling():
+                    state, extract = self._begin(item)
+                last = False
+                while not last:
+                    if self._engine.failures.fatal is not None:  # another stream may have met it
+                        raise self._engine.failures.fatal
+                    state, outcome = await self._advance(state, extract)
                     if isinstance(outcome, BackendError):
                         raise outcome
-                    self._check()
-                    yield outcome, last
-        finally:
-            self.live -= 1
-            self._engine.clean()
+                    last = state is None
+                    if outcome is not None and not send(outcome, last):
+                        break
+            finally:
+                await self._close(state)
+                self.live -= 1
+                self._engine.clean()
+        except BaseException as raised:
+            return self._error(raised)
+        return None
 
-    def _check(self) -> None:
-        """Raise the fatal error of the process, which another stream may have met."""
-        if self._engine.failures.fatal is not None:
-            raise self._engine.failures.fatal
-
-    def error(self, raised: BaseException) -> BackendError:
+    def _error(self, raised: BaseException) -> BackendError:
         """Return the error for an exception that ended a stream, and clear its frames."""
         try:
             if isinstance(raised, BackendError) and raised.reported:  # of a step
@@ -133,7 +124,9 @@ class Streams:
         Raises:
             OutputError: the model leaves a context open, which would affect all streams.
         """
+        counts = self._engine.counts
         profiled = self._profiler.batch() if self._profiler else contextlib.nullcontext()
+        began, fetched = time.perf_counter(), counts.device_to_host_seconds
         before = runtime.thread_state(self._engine.device)
         self._engine.failures.on_call()
         try:
@@ -141,6 +134,8 @@ class Streams:
                 yield
         finally:
             self._on_idle()
+            fetched -= counts.device_to_host_seconds
+            counts.forward_seconds += time.perf_counter() - began + fetched
         if runtime.thread_state(self._engine.device) != before:
             raise OutputError(
                 "the model yields within torch.autocast or a torch.device, or awaits there:"
@@ -148,25 +143,21 @@ class Streams:
                 expected="such contexts closed before each yield and await",
             )
 
-    def _timed(self, call: Callable[[], _R]) -> _R:
-        began = time.perf_counter()
-        try:
-            return call()
-        finally:
-            self._engine.counts.forward_seconds += time.perf_counter() - began
-
     def _begin(self, item: Item) -> tuple[object, _Extract]:
         """Call the model for one item; return its result, and what makes outcomes of its stream.
 
         Raises:
             InputError: the item is not what the model takes.
         """
-        with self._calling():
-            (entry,), groups = self._stages.group([item])
-            if isinstance(entry, BackendError):
-                raise entry
-            ((result, rows),) = self._begin_group(groups[0], False)  # noqa: FBT003  as in `run`
-        return result, partial(self._outcome, rows, values.on_gpu(entry))
+        (entry,), groups = self._stages.group([item])
+        if isinstance(entry, BackendError):
+            raise entry
+        (group,) = groups
+        columns, (rows,) = group.gather(group.items)
+        self._engine.counts.rows += rows
+        if self._stages.send is not None:
+            columns = self._stages.send(columns)
+        return group.call(*columns), partial(self._outcome, rows, values.on_gpu(entry))
 
     def _outcome(self, rows: int, on_gpu: bool, result: object) -> Outcome:  # noqa: FBT001
         """Return the outcome for a result of a stream with the rows and the place of its inputs."""
@@ -188,55 +179,46 @@ class Streams:
         outcome: Outcome = dict(zip(outputs.names, columns, strict=True))
         return outcome if outputs.finite is None else outputs.finite.checked(outcome)
 
-    async def _results(
-        self, result: object, extract: _Extract
-    ) -> AsyncGenerator[tuple[Outcome | None, bool], None]:
+    async def _advance(self, state: object, extract: _Extract) -> _Advance:
         if self.stepped is not None:
-            while result is not None:  # a stream keeps its present state only
-                result, outcome = await self._next(result, extract)
-                yield outcome, result is None
-        elif isinstance(result, AsyncIterator | Iterator):
-            if isinstance(result, Iterator):
-                result = _asynchronous(result)
-            try:
-                while True:
-                    await asyncio.sleep(0)  # an asynchronous model may never await
-                    outcome = await self._sliced(anext(result, _END), extract)
-                    if outcome is _END:
-                        return
-                    yield outcome, False
-            finally:
-                await self._close(result)
-        else:
-            with self._calling():
-                outcome = extract(result)
-            yield outcome, True
+            return await self._next_step(state, extract)
+        await asyncio.sleep(0)  # an asynchronous model may never await
 
-    async def _close(self, result: AsyncIterator[object]) -> None:
-        """Close a stream of the model, whose code may keep something for it."""
-        if isinstance(result, AsyncGenerator):
-            try:
-                await self._sliced(result.aclose())
-            except BaseException as error:
-                log.warning("closing a stream raised %s.", summarize(error))
+        def made(value: object) -> _Advance:
+            return (None, None) if value is _END else (state, extract(value))
+
+        if isinstance(state, AsyncIterator):
+            return await self._sliced(anext(state, _END), made)
+        with self._calling():
+            if isinstance(state, Iterator):
+                return made(next(state, _END))
+            return None, extract(state)
+
+    async def _close(self, stream: object) -> None:
+        """Close a generator, which may have code for its end."""
+        try:
+            if isinstance(stream, AsyncGenerator):
+                await self._sliced(stream.aclose(), lambda _: (None, None))
+            elif isinstance(stream, Generator):
+                with self._calling():
+                    stream.close()
+        except BaseException as error:
+            log.warning("closing a stream raised %s.", summarize(error))
 
     @types.coroutine
     def _sliced(
-        self, awaitable: Any, extract: Callable[[object], object] = lambda value: value
-    ) -> Generator[Any, Any, Any]:
-        """Await an awaitable of the model as one call of it for each slice between two awaits.
-
-        Return what is extracted of its value, or _END.
-        """
+        self, awaitable: Any, made: Callable[[object], _Advance]
+    ) -> Generator[Any, Any, _Advance]:
+        """Await an awaitable of the model as one call of it for each slice between two awaits."""
         slices = awaitable.__await__()
         resume: Callable[[], object] = slices.__next__
         while True:
             try:
                 with self._calling():
                     try:
-                        awaited = self._timed(resume)
+                        awaited = resume()
                     except StopIteration as end:
-                        return _END if end.value is _END else extract(end.value)
+                        return made(end.value)
             except OutputError:  # close the contexts in which it awaits
                 with contextlib.suppress(BaseException):
                     slices.throw(asyncio.CancelledError())
@@ -249,8 +231,8 @@ class Streams:
 
     # --- shared steps --------------------------------------------------------------------------
 
-    async def _next(self, state: object, extract: _Extract) -> _StepResult:
-        """Return the result of a stream's next step, shared with all streams that wait by then.
+    async def _next_step(self, state: object, extract: _Extract) -> _Advance:
+        """Return what follows a state: one step for all streams that wait by then.
 
         Raises:
             BackendError: the step failed.
@@ -260,20 +242,20 @@ class Streams:
             # After the streams that got results in this iteration of the loop have sent them. The
             # step has the context variables of this stream, such as a trace's context.
             loop.call_soon(loop.call_soon, self._share_step)
-        result: asyncio.Future[_StepResult] = loop.create_future()
-        self._waiting.append(_Waiting(state, extract, result))
-        return await result
+        future: asyncio.Future[_Advance] = loop.create_future()
+        self._waiting.append((state, extract, future))
+        return await future
 
     def _share_step(self) -> None:
         """Step all streams; if that fails, halves of them, until only failing streams end."""
         # A result that is done has been cancelled: the stream's client has left.
-        batch = [stream for stream in self._waiting if not stream.result.done()]
+        batch = [waiting for waiting in self._waiting if not waiting[-1].done()]
         self._waiting = []
         if not batch:
             return
         failures, called = self._engine.failures, self._engine.loaded.returns
         failures.calls_before = composition.calls
-        results: Sequence[_StepResult | BackendError] = ()
+        results: Sequence[_Advance | BackendError] = ()
         try:
             results = self._step(batch)
         except BaseException as error:  # the streams wait for a result, whatever was raised
@@ -281,26 +263,26 @@ class Streams:
         if not results:
             if isinstance(failure.error, OutputError):  # with fewer streams, it may look right
                 failure = dataclasses.replace(failure, final=True)
-            results = failures.halve(batch, self._retry, failure, called)
-        for stream, result in zip(batch, results, strict=True):
+            results = failures.halve(batch, self._step_again, failure, called)
+        for (_, _, future), result in zip(batch, results, strict=True):
             if isinstance(result, BackendError):
-                stream.result.set_exception(result)
+                future.set_exception(result)
             else:
-                stream.result.set_result(result)
+                future.set_result(result)
 
-    def _retry(self, batch: Sequence[_Waiting]) -> Sequence[_StepResult]:
+    def _step_again(self, batch: Sequence[_Waiting]) -> Sequence[_Advance]:
         self._engine.counts.retried_rows += len(batch)
         return self._step(batch)
 
-    def _step(self, batch: Sequence[_Waiting]) -> Sequence[_StepResult]:
+    def _step(self, batch: Sequence[_Waiting]) -> Sequence[_Advance]:
         self.stepped = (self.stepped or 0) + len(batch)
         with self._calling():
-            states = [stream.state for stream in batch]
-            returned = self._timed(partial(self._call_step, states))
-            pairs = zip(batch, _pairs(returned, len(batch)), strict=True)
+            returned = self._call_step([state for state, _, _ in batch])
             return [
-                (state, None if outputs is None else stream.extract(outputs))
-                for stream, (state, outputs) in pairs
+                (state, None if outputs is None else extract(outputs))
+                for (_, extract, _), (state, outputs) in zip(
+                    batch, _pairs(returned, len(batch)), strict=True
+                )
             ]
 
 
@@ -320,17 +302,6 @@ def _pairs(returned: object, count: int) -> Sequence[tuple[object, object]]:
     )
 
 
-async def _asynchronous(results: Iterator[object]) -> AsyncGenerator[object, None]:
-    """Yield what an iterator yields."""
-    try:
-        for result in results:
-            yield result
-            del result
-    finally:
-        if isinstance(results, Generator):
-            results.close()
-
-
 # --- before READY ------------------------------------------------------------------------------
 
 
@@ -341,18 +312,13 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
     """
 
     async def run_one(streams: Streams, item: Item) -> Outcome:
-        last: Outcome = {}
-        responses = 0
-        try:
-            async with contextlib.aclosing(streams.outcomes(item)) as outcomes:
-                async for outcome, _ in outcomes:
-                    last = last if outcome is None else outcome
-                    responses += outcome is not None
-                    if responses == _TRIAL_RESPONSES:
-                        break
-        except BaseException as error:
-            return streams.error(error)
-        return last
+        responses: list[Response] = [{}]
+
+        def send(response: Response, _: bool) -> bool:  # noqa: FBT001
+            responses.append(response)
+            return len(responses) <= _TRIAL_RESPONSES
+
+        return await streams.run(item, send) or responses[-1]
 
     async def run(items: Sequence[Item]) -> Sequence[Outcome]:
         streams = Streams(engine)
@@ -360,9 +326,7 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
         twice = items if streams.stepped is None else [*items, *items]
         with runtime.mode(engine.config.options):
             outcomes = await asyncio.gather(*(run_one(streams, item) for item in twice))
-        for outcome in outcomes:
-            if isinstance(outcome, BackendError):
-                return [outcome] * len(items)
-        return outcomes[: len(items)]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BackendError)]
+        return (errors[:1] * len(items) if errors else outcomes)[: len(items)]
 
     return lambda items: asyncio.run(run(items))

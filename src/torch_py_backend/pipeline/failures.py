@@ -73,9 +73,9 @@ class Failures:
 
     Attributes:
         fatal: the error of every request once the process cannot use its device; else None.
-        reason: the cause of `fatal` in a few words.
         calls_before: `composition.calls` before the last call.
         on_call: called before a failed batch is run again, and gets a time limit of its own.
+        on_fatal: called with the cause in a few words when `fatal` is set.
 
     Args:
         called: the name of the model's function, for messages.
@@ -94,9 +94,9 @@ class Failures:
         repeats: bool | None = None,
     ) -> None:
         self.fatal: UnavailableError | None = None
-        self.reason = ""
         self.calls_before = 0
         self.on_call: Callable[[], None] = lambda: None
+        self.on_fatal: Callable[[str], None] = lambda _: None
         self._called = called
         self._device = device
         self._owner = owner
@@ -232,12 +232,12 @@ class Failures:
     def poison(self, reason: str, text: str = "") -> UnavailableError:
         """Refuse every request from now on; return the error, the first one if there is one."""
         if self.fatal is None:
-            self.reason = reason
             error = UnavailableError(
                 f"this instance met a fatal error and answers no requests any more ({reason})",
                 cure="It must be replaced: reload the model.",
             )
             self.fatal = reported(error, text)
+            self.on_fatal(reason)
         return self.fatal
 
     def unreadable(self, error: Exception) -> BackendError:

@@ -92,7 +92,11 @@ class Sequences:
         step = values.step(item)
         if not step.id:
             return self._unsent
+        # Also of a step that cannot be run: the next one must not get the state of an older
+        # sequence with the same ID.
         sequence = self._begin(step)
+        if step.error is not None:
+            return step.error
         if sequence is None:
             return InputError(
                 f"sequence {step.id} has no state here: it was not begun, or it idled too long, or"
@@ -116,10 +120,6 @@ class Sequences:
         name, oldest = min(self._live.items(), key=lambda entry: entry[1].used)
         if now - oldest.used > self._idle:
             del self._live[name]
-
-    def skip(self, step: Step) -> None:
-        """Begin and end the sequence of a step that cannot be run."""
-        self._begin(step)
 
     def keep(self, results: Results, entries: Entries) -> Results:
         """Keep the new states of steps that succeeded; return the results for clients."""
