@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fixtures  # noqa: F401  the fake of Triton's utilities
 import promql_parser
 import yaml
 
-from torch_py_backend.engine import metrics as metric_families
-from torch_py_backend.engine.metrics import Family
+from torch_py_backend.adapter import metrics as metric_families
+from torch_py_backend.adapter.metrics import Family
 
 ROOT = Path(__file__).parents[1]
 ALERTS = ROOT / "deploy" / "kustomize" / "base" / "alerts.yaml"

@@ -21,7 +21,6 @@ from scenarios import Scenario
 from torch import nn
 
 from torch_py_backend.adapter import metrics
-from torch_py_backend.engine import metrics as metric_families
 from torch_py_backend.engine import runtime
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -201,6 +200,7 @@ def test_compilation(tmp_path: Path) -> None:
 
 def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each GPU in use has its memory; on the CPU there are no such series."""
+    monkeypatch.setattr(metrics, "_SECONDS", _SECONDS)  # published by the test alone
     model = load(tmp_path, judge())
     assert "pytorch_py_device_memory_allocated_bytes" not in MetricFamily.made
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10), (3, 30)])
@@ -248,8 +248,8 @@ def test_triton_that_refuses_values(
         patched.setattr(fake_triton.Metric, "set", refuse)
         model._engine.counts.count_requests("OK")  # only values that change are published
         until(lambda: not model._publisher._publishes)
-        (line,) = logged()
-        assert "publishing metrics failed." in line
+        (line,) = logged("warn")
+        assert "no more metrics are published: TritonModelException: gone." in line
         if kind == "plain":
             (response,) = model.execute([request(1)])
             assert response.error() is None
@@ -265,13 +265,14 @@ def test_published_series_are_those_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models of all kinds publish each row of the table, with its kind and labels, and no other."""
+    monkeypatch.setattr(metrics, "_SECONDS", _SECONDS)  # published by the test alone
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10)])
     instances = {kind: load(tmp_path / kind, scenario) for kind, scenario in _KINDS.items()}
     for model in instances.values():
         model._publisher.publish()
-    assert MetricFamily.made.keys() == metric_families.BY_NAME.keys()
+    assert MetricFamily.made.keys() == metrics.BY_NAME.keys()
     for name, series in MetricFamily.made.items():
-        row = metric_families.BY_NAME[name]
+        row = metrics.BY_NAME[name]
         assert (MetricFamily.kinds[name] == MetricFamily.GAUGE) == (not row.grows)
         assert all(metric.labels.keys() == set(row.labels) for metric in series)
 

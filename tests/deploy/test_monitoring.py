@@ -10,7 +10,7 @@ import pytest
 from documentation import DOCS, ROOT
 
 from scripts import check_pages
-from torch_py_backend.engine import metrics as metric_families
+from torch_py_backend.adapter import metrics as metric_families
 
 _QUERIES = monitoring.queries()
 _RULES = monitoring.rules()

@@ -19,7 +19,7 @@ import tritonclient.grpc
 from scenarios import Scenario
 from tritonclient.utils import InferenceServerException
 
-from torch_py_backend.engine import metrics as metric_families
+from torch_py_backend.adapter import metrics as metric_families
 from torch_py_backend.server import Server
 
 _SECONDS = 60

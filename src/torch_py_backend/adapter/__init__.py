@@ -30,6 +30,7 @@ from torch_py_backend.processes import child_process, instance_status
 if TYPE_CHECKING:
     from torch_py_backend.adapter.messages import Request
     from torch_py_backend.adapter.streaming import Streaming
+    from torch_py_backend.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -91,90 +92,86 @@ class TritonPythonModel:
         try:
             execution_env.check_running_python(execution_env.environment_path(document))
             if completion.is_incomplete(document):
-                _complete(auto_complete_model_config, document)
+                logs.install(document["name"])
+                completion.complete(_arguments(document), document)
+                auto_complete_model_config.set_max_batch_size(document["max_batch_size"])
+                if document["max_batch_size"]:
+                    auto_complete_model_config.set_dynamic_batching()
         except BackendError as error:
             raise pb_utils.TritonModelException(named(document["name"], error)) from error
         return auto_complete_model_config
 
     def _start(self, args: Mapping[str, str]) -> None:
-        settings = model_config.parse(args)
+        settings = self._settings = model_config.parse(args)
         execution_env.check_running_python(settings.options.execution_env_path or "")
         self._status = instance_status.start(settings)
         share = threads.budget(settings)
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
         gc.disable()  # collections would take a tenth of that time
-        from torch_py_backend.adapter import calling, messages, metrics, streaming
-        from torch_py_backend.adapter.answering import Answering
+        from torch_py_backend.adapter import answering, calling, messages, metrics, streaming
         from torch_py_backend.engine import load, profiling, runtime, tracing, warmup
 
         gc.enable()
         _check_numpy()
-        self._settings = settings
-        self._build(share)
+        engine = self._build(share)
         if settings.options.warmup is not False:
             with runtime.mode(settings.options):
-                changed = warmup.run(self._engine, serving=True)
+                changed = warmup.run(engine, serving=True)
             if changed:
                 warmup.warn_of_changes(settings, changed)
-                self._rebuild(share)
+                self._modes.close()
+                del self._engine, engine
+                gc.collect()
+                engine = self._build(share)
+                with engine.preparing():  # nothing is compiled, as the model is not called
+                    pass
         # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
         # Not as the last step: a log message in transit while the load ends can hang Triton. The
         # metrics that follow wait until it has arrived.
-        self._loaded = load.report(self._engine)
+        self._loaded = load.report(engine)
         log.info("instance %s serves %s.", settings.instance, json.dumps(self._loaded))
         # Closed after the objects that are created below, to publish their last counts.
-        self._publisher = metrics.Publisher(self._engine, self._status)
-        self._modes.callback(self._publisher.close)
+        self._publisher = publisher = metrics.Publisher(engine, self._status)
+        self._modes.callback(publisher.close)
         contexts = None
         if messages.has_traces() and tracing.is_installed():
             contexts = tracing.TraceContexts()
         # Only now: Triton refuses calls of other models while a model loads.
-        composition.set_transport(
-            calling.ModelCaller(settings.name, contexts.handle if contexts else lambda: None)
-        )
+        trace = contexts.handle if contexts else lambda: None
+        composition.set_transport(calling.ModelCaller(settings.name, trace))
         # Only now: loading has no time limit.
-        self._engine.failures.on_call = self._status.busy
-        self._engine.failures.on_fatal = self._on_fatal
+        engine.failures.on_call = self._status.busy
+        engine.failures.on_fatal = self._on_fatal
         profiler = profiling.Profiler(settings) if settings.options.profile_dir else None
         if settings.decoupled:
-            self._streaming = streaming.Streaming(
-                self._engine, self._status.idle, contexts, profiler
-            )
+            self._streaming = streaming.Streaming(engine, self._status.idle, contexts, profiler)
             self._modes.callback(self._streaming.close)
-            self._publisher.sources.streams = self._streaming.streams
+            publisher.streams = self._streaming.streams
         else:
-            answering = Answering(self._engine, contexts)
-            self._publisher.sources.sequences = answering.sequences
-            answer: Callable[[Sequence[Request]], Any] = answering.answer
+            answers = answering.Answering(engine, contexts)
+            publisher.sequences = answers.sequences
+            self._answer: Callable[[Sequence[Request]], Any] = answers.answer
             if profiler is not None:
                 self._modes.enter_context(profiler.running())
-                answer = profiler.batch()(answer)  # as a decorator: each call enters a new one
-            self._answer = answer
-        self._publisher.start()
+                # As a decorator: each call enters a new one.
+                self._answer = profiler.batch()(answers.answer)
+        publisher.start()
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
 
-    def _build(self, share: threads.Threads) -> None:
+    def _build(self, share: threads.Threads) -> Engine:
         from torch_py_backend.engine import load, sharing
 
-        self._engine = load.build(self._settings, share)
-        self._modes.callback(self._engine.close)
+        self._engine = engine = load.build(self._settings, share)
+        self._modes.callback(engine.close)
         self._weights: sharing.MappedFiles | None = None
-        if self._engine.mapped.shared:
-            self._weights = sharing.MappedFiles(self._engine.loaded.artifact.weight_files())
-
-    def _rebuild(self, share: threads.Threads) -> None:
-        """Replace the model with one that was not called yet, which compiles nothing."""
-        self._modes.close()
-        del self._engine
-        gc.collect()
-        self._build(share)
-        with self._engine.preparing():
-            pass
+        if engine.mapped.shared:
+            self._weights = sharing.MappedFiles(engine.loaded.artifact.weight_files())
+        return engine
 
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
@@ -212,14 +209,6 @@ class TritonPythonModel:
     def close(self) -> None:
         """Release what `initialize` acquired. May be called twice, and after a failure."""
         self._modes.close()
-
-
-def _complete(completed: Any, document: dict[str, Any]) -> None:
-    logs.install(document["name"])
-    completion.complete(_arguments(document), document)
-    completed.set_max_batch_size(document["max_batch_size"])
-    if document["max_batch_size"]:
-        completed.set_dynamic_batching()
 
 
 def _arguments(document: Mapping[str, Any]) -> dict[str, str]:
