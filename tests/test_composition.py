@@ -143,6 +143,17 @@ def test_triton_raises(served: dict[str, Answer]) -> None:
         asyncio.run(model("other").asynchronously())
 
 
+def test_a_timeout_of_another(served: dict[str, Answer]) -> None:
+    """A TimeoutError in a call without a time limit is raised as it is."""
+
+    def raises(_: InferenceRequest) -> InferenceResponse:
+        raise TimeoutError("of a socket")
+
+    served["other"] = raises
+    with pytest.raises(TimeoutError, match="of a socket"):
+        model("other")()
+
+
 def test_a_model_calls_itself(served: dict[str, Answer]) -> None:
     """A model that calls itself fails at once: it would wait for itself."""
     served["caller"] = echo

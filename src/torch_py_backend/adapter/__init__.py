@@ -110,7 +110,7 @@ class TritonPythonModel:
         # Import torch only now: it reads its environment variables when it is imported.
         gc.disable()  # collections would take a tenth of that time
         from torch_py_backend.adapter import answering, calling, messages, metrics, streaming
-        from torch_py_backend.engine import load, profiling, runtime, tracing, warmup
+        from torch_py_backend.engine import load, profiling, runtime, warmup
 
         gc.enable()
         _check_numpy()
@@ -135,9 +135,7 @@ class TritonPythonModel:
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = publisher = metrics.Publisher(engine, self._status)
         self._modes.callback(publisher.close)
-        contexts = None
-        if messages.has_traces() and tracing.is_installed():
-            contexts = tracing.TraceContexts()
+        contexts = messages.trace_contexts()
         # Only now: Triton refuses calls of other models while a model loads.
         trace = contexts.handle if contexts else lambda: None
         composition.set_transport(calling.ModelCaller(settings.name, trace))

@@ -20,7 +20,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.pipeline.failures import reported
 from torch_py_backend.pipeline.run import OK, Entry
-from torch_py_backend.pipeline.sequences import Sequences, Slots
+from torch_py_backend.pipeline.sequences import Sequences
 
 # The server process answers whether a request was cancelled, which takes about 0.1 ms. Requests are
 # checked only if the last batch took a hundred times as long as their checks.
@@ -42,14 +42,7 @@ class Answering:
         self._failures, self._counts, self._model = engine.failures, engine.counts, config.name
         self._last_seconds = 0.0  # of the last batch
         self._in_sequences = config.sequencing is not None
-        steps: Sequences | Slots | None = None
-        read: messages.Read
-        if self._in_sequences:
-            reader = messages.SequenceReader(engine)
-            steps, read = reader.steps, reader.read
-        else:
-            read = messages.reader(engine)
-        self._read = read if contexts is None else messages.traced(read, contexts.carry)
+        self._read, steps = messages.reader(engine, contexts)
         self.sequences = steps if isinstance(steps, Sequences) else None
         # A writer counts all requests, also those that only fill a slot of a sequence.
         outputs = [spec.name for spec in config.outputs]

@@ -117,6 +117,8 @@ def _errors(called: Model) -> Iterator[None]:
     try:
         yield
     except (asyncio.TimeoutError, futures.TimeoutError):
+        if called.timeout is None:  # it is not of this call
+            raise
         late = f"no answer came within {called.timeout:g} seconds"
         raise CallError(called.name, late, code="UNAVAILABLE") from None
     except pb_utils.TritonModelException as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from torch_py_backend.config.model_config import Origin
+from torch_py_backend.engine import tracing
 from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.tracing import TraceContexts
 from torch_py_backend.errors import BackendError, named, printable
 from torch_py_backend.pipeline import batches, sequences
 from torch_py_backend.pipeline.sequences import Sequences, Slots
@@ -64,13 +66,21 @@ def read_with_parameters(requests: Sequence[Request]) -> list[Item]:
     ]
 
 
-def reader(engine: Engine) -> Read:
-    """Return the function that reads the requests of a model, except of one with sequences."""
+def reader(engine: Engine, contexts: TraceContexts | None) -> tuple[Read, Sequences | Slots | None]:
+    """Return the function that reads a model's requests, and the stages of its sequences.
+
+    `contexts` carries traces to the model's code; None: requests have none.
+    """
+    steps: Sequences | Slots | None = None
+    read_items: Read = read
+    if engine.config.sequencing is not None:
+        read_items, steps = _sequence_reader(engine)
     # Reading parameters takes time, so do it only for hooks that take them.
-    if engine.hooks is not None and engine.hooks.takes_parameters:
-        return read_with_parameters
-    numbers = all(spec.dtype.numpy for spec in engine.config.inputs)
-    return read_numbers if engine.host_inputs and numbers else read
+    elif engine.hooks is not None and engine.hooks.takes_parameters:
+        read_items = read_with_parameters
+    elif engine.host_inputs and all(spec.dtype.numpy for spec in engine.config.inputs):
+        read_items = read_numbers
+    return read_items if contexts is None else traced(read_items, contexts), steps
 
 
 def read_kept(requests: Sequence[Request]) -> list[Item]:
@@ -87,71 +97,56 @@ def read_kept(requests: Sequence[Request]) -> list[Item]:
     return items
 
 
-def read_some(request: Request, names: Collection[str]) -> Item:
-    """Return a request's tensors with the given names; do not access the memory of others."""
-    tensors = ((name, pb_utils.get_input_tensor_by_name(request, name)) for name in names)
-    return {name: read_tensor(tensor) for name, tensor in tensors if tensor is not None}
-
-
-class SequenceReader:
-    """Reads the requests of one instance's sequences.
+def _sequence_reader(engine: Engine) -> tuple[Read, Sequences | Slots | None]:
+    """Return the function that reads requests of sequences, and the stages that these need.
 
     If the config has no states (the model keeps its own, by CORRID or by the position in the
     batch), all requests are run as they come, including those that only fill a slot.
-
-    Attributes:
-        steps: the stages that the pipeline needs; None: none.
     """
+    config = engine.config
+    steps: Sequences | Slots | None = None
+    if config.states:
+        steps = Sequences(config, engine.device)
+    elif config.keeps_slots:
+        steps = Slots(config, engine.inputs.admit)
+    sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
+    controls = [spec.name for spec in config.inputs if spec.origin is Origin.CONTROL]
+    starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+    ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
-    def __init__(self, engine: Engine) -> None:
-        config = engine.config
-        # Without states: Triton passes uninitialized memory for them.
-        self._names = {spec.name for spec in config.inputs if spec.origin is not Origin.STATE}
-        self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
-        self._starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
-        self._ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
-        self._failures = engine.failures
-        self.steps: Sequences | Slots | None = None
-        if config.states:
-            self.steps = Sequences(config, engine.device)
-        elif config.keeps_slots:
-            self.steps = Slots(config, engine.inputs.admit)
+    def tensors(request: Request, names: Sequence[str]) -> Item:
+        # Not of states, for which Triton passes uninitialized memory.
+        found = ((name, pb_utils.get_input_tensor_by_name(request, name)) for name in names)
+        return {name: read_tensor(tensor) for name, tensor in found if tensor is not None}
 
-    def read(self, requests: Sequence[Request]) -> list[Item]:
-        """Return the items of requests with their steps."""
-        return [self._read(request) for request in requests]
-
-    def _read(self, request: Request) -> Item:
+    def read_one(request: Request) -> Item:
         """Return a request's item with its step, which also has the error of reading it."""
-        flags = request.flags()
-        name = request.correlation_id()
-        step = Step(name, bool(flags & self._starts), bool(flags & self._ends))
+        flags, name = request.flags(), request.correlation_id()
+        step = Step(name, bool(flags & starts), bool(flags & ends))
         try:
-            item = read_some(request, self._names)
+            item = tensors(request, [*sent, *controls])
         except Exception as error:
-            if self.steps is None:
+            if steps is None:
                 raise
-            step = step._replace(error=self._failures.unreadable(error))
-            item = read_some(request, self._names.difference(self._sent))
+            step = step._replace(error=engine.failures.unreadable(error))
+            item = tensors(request, controls)
         if not name:
-            sequences.blank(item, self._sent)
+            sequences.blank(item, sent)
         return RequestItem(item, step=step)
 
-
-def has_traces() -> bool:
-    """Return whether this server's requests have traces: 24.04 and later."""
-    return hasattr(getattr(pb_utils, "InferenceRequest", None), "trace")
+    return lambda requests: list(map(read_one, requests)), steps
 
 
-def traced(
-    read_items: Read, carry: Callable[[Item, str, Any], Item], *, kept: bool = False
-) -> Read:
-    """Return a function that adds the traces of traced requests to their items.
+def trace_contexts() -> TraceContexts | None:
+    """Return what carries traces; None: the server (before 24.04) or the process has none."""
+    has_traces = hasattr(getattr(pb_utils, "InferenceRequest", None), "trace")
+    return tracing.TraceContexts() if has_traces and tracing.is_installed() else None
 
-    Args:
-        read_items: reads requests.
-        carry: adds a trace's context and Triton's handle of it to an item.
-        kept: whether items are used after execute() has returned; Triton owns the handle.
+
+def traced(read_items: Read, contexts: TraceContexts, *, kept: bool = False) -> Read:
+    """Return a function that adds the contexts of traced requests to the items that it reads.
+
+    `kept`: items are used after execute() has returned; Triton owns its handle of a trace.
     """
 
     def read_traced(requests: Sequence[Request]) -> list[Item]:
@@ -160,7 +155,7 @@ def traced(
             trace = request.trace()
             context = trace.get_context()
             if context:
-                items[place] = carry(items[place], context, None if kept else trace)
+                items[place] = contexts.carry(items[place], context, None if kept else trace)
         return items
 
     return read_traced

@@ -203,7 +203,8 @@ class Publisher:
     """
 
     def __init__(self, engine: Engine, status: InstanceStatus) -> None:
-        self.engine, self.status = engine, status
+        self.engine: Engine = engine
+        self.status: InstanceStatus = status
         self.streams: Streams | None = None
         self.sequences: Sequences | None = None
         # Triton's metrics, by the name of the family and the value of its own label.

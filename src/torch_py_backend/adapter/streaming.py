@@ -62,7 +62,7 @@ class Streaming:
         self._engine, self._profiler = engine, profiler
         self._read: messages.Read = messages.read_kept
         if contexts is not None:
-            self._read = messages.traced(self._read, contexts.carry, kept=True)
+            self._read = messages.traced(self._read, contexts, kept=True)
         # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
         self.streams = Streams(engine, on_idle, profiler)
