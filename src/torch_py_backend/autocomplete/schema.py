@@ -26,7 +26,6 @@ from torch_py_backend.errors import (
     ForwardError,
     InputError,
     OutputError,
-    join_names,
 )
 from torch_py_backend.loading import aotinductor, discovery, example_inputs, exported, registry
 from torch_py_backend.loading import hooks as user_hooks
@@ -198,10 +197,10 @@ def is_batch(run: Callable[[Item], Sequence[TensorSpec]], item: Item) -> bool:
         run: returns the outputs of the model for an item, with all dims.
         item: valid inputs.
     """
-    sizes = {tuple(value.shape[:1]) for value in item.values()}
-    if len(sizes) != 1 or sizes in ({()}, {(0,)}):
+    sizes = {value.shape[0] if value.ndim else 0 for value in item.values()}
+    if len(sizes) != 1 or 0 in sizes:
         return False
-    ((rows,),) = sizes
+    (rows,) = sizes
     twice = [*range(rows)] * 2
     doubled: Item = {name: value[twice] for name, value in item.items()}
     try:
@@ -240,20 +239,15 @@ def _with_varying(
     outputs: Sequence[TensorSpec], others: Sequence[TensorSpec]
 ) -> tuple[TensorSpec, ...]:
     """Return outputs with -1 for the dims that differ from those of another run."""
-    kinds, other_kinds = (
-        [(spec.name, spec.dtype, len(spec.dims)) for spec in specs] for specs in (outputs, others)
-    )
-    if kinds != other_kinds:
-        raise ConfigError(
-            "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
-            f" {join_names(map(str, outputs))}, or {join_names(map(str, others))}",
-            cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
-        )
+    other_dims = {spec.name: spec.dims for spec in others}
     varying = []
-    for spec, other in zip(outputs, others, strict=True):
-        sizes = zip(spec.dims, other.dims, strict=True)
-        dims = tuple(size if size == changed else -1 for size, changed in sizes)
-        varying.append(dataclasses.replace(spec, dims=dims))
+    for spec in outputs:
+        changed = other_dims.get(spec.name, ())
+        if len(changed) == len(spec.dims):
+            sizes = zip(spec.dims, changed, strict=True)
+            dims = tuple(size if size == other else -1 for size, other in sizes)
+            spec = dataclasses.replace(spec, dims=dims)  # noqa: PLW2901
+        varying.append(spec)
     return tuple(varying)
 
 

@@ -107,9 +107,8 @@ class ModuleFiles:
             tensors = [torch.cat([tensor, tensor]) for tensor in tensors]
         batch_alone = example.max_batch_size > 0 and shapes is None
         if batch_alone:
-            shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch", min=1)
-            for tensor in tensors:
-                shapes[tensor] = {0: batch}
+            batch = {0: torch.export.Dim("batch", min=1)}
+            shapes = pytree.tree_unflatten([batch] * len(tensors), example.arguments)
         kwargs = pytree.tree_unflatten(tensors, example.arguments)
         failed = f"torch.export cannot export {name}"
         try:

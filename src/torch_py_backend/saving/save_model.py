@@ -23,16 +23,15 @@ from torch_py_backend.saving import examples
 from torch_py_backend.saving.module_files import Format, ModuleFiles
 from torch_py_backend.signature import introspection
 
-# The files with the hooks for a processor, which are copied as hooks.py, and their examples: two
+# By an attribute of a processor: its hooks, which are copied as hooks.py, and their example: two
 # texts, and a PNG of one gray pixel.
-_TEXT, _IMAGE = "text_hooks.py", "image_hooks.py"
 _PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a4944415478"
     "9c63a8070000810080d394534a0000000049454e44ae426082"
 )
-_EXAMPLES = {
-    _TEXT: {"text": ["a text", "another text, which is longer"]},
-    _IMAGE: {"image": [_PIXEL, _PIXEL]},
+_PROCESSORS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "pad_token": ("text_hooks.py", {"text": ["a text", "another text, which is longer"]}),
+    "image_mean": ("image_hooks.py", {"image": [_PIXEL, _PIXEL]}),
 }
 
 log = logging.getLogger(__name__)
@@ -102,11 +101,11 @@ def save_model(
             formats = (format or "module",)
         elif type(module).__module__.startswith("torch."):  # such as nn.Sequential
             formats = (format or "export",)
-        template = _template(module, processor, hooks, pretrained=pretrained)
+        own, request = _hooks_of(module, processor, hooks, pretrained=pretrained)
         new_folder = creation.new_folder(target, force=overwrite)
         with _evaluating(module), torch.no_grad(), new_folder as folder:
-            if hooks is not None or template:
-                inputs = _EXAMPLES.get(template) if example_inputs is None else example_inputs
+            if own is not None:
+                inputs = request if example_inputs is None else example_inputs
                 example = examples.from_requests(inputs, max_batch_size)
             else:
                 example = examples.from_arguments(
@@ -118,7 +117,6 @@ def save_model(
                 example = examples.with_known_inputs(example, known.config.to_dict())
                 arguments = introspection.from_function(module.forward).named
                 kwargs = artifact_files.pretrained_kwargs(arguments) | kwargs
-            own = hooks or (Path(__file__).with_name(template) if template else None)
             files = ModuleFiles(module, example, dynamic_shapes, kwargs, pretrained, processor, own)
             options = {
                 key: value if isinstance(value, str) else json.dumps(value)
@@ -172,11 +170,12 @@ def _is_pretrained(module: object) -> bool:
     )
 
 
-def _template(module: object, processor: object, hooks: type | None, *, pretrained: bool) -> str:
-    """Return the processor's file of hooks; empty for no processor or the user's own hooks."""
-    kinds = {"pad_token": _TEXT, "image_mean": _IMAGE}
-    files = [file for attribute, file in kinds.items() if hasattr(processor, attribute)]
-    fits = bool(files) if hooks is None else hasattr(processor, "save_pretrained")
+def _hooks_of(
+    module: object, processor: object, hooks: type | None, *, pretrained: bool
+) -> tuple[type | Path | None, object]:
+    """Return the user's hooks, or the file of the processor's and its example of a request."""
+    known = [value for attribute, value in _PROCESSORS.items() if hasattr(processor, attribute)]
+    fits = bool(known) if hooks is None else hasattr(processor, "save_pretrained")
     if processor is not None and not (pretrained and fits):
         raise SaveError(
             f"processor is {a_type(processor)} for {a_type(module)}",
@@ -184,7 +183,10 @@ def _template(module: object, processor: object, hooks: type | None, *, pretrain
             " module",
             cure="Prepare the inputs in a class, and pass it as hooks.",
         )
-    return "" if hooks is not None or not files else files[0]
+    if hooks is not None or not known:
+        return hooks, None
+    file, request = known[0]
+    return Path(__file__).with_name(file), request
 
 
 def _check(module: object, kind: object) -> None:

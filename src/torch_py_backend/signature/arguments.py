@@ -71,10 +71,10 @@ class ArgumentType(enum.Enum):
     NESTED_STRINGS = "lists of str in lists"
     NESTED_BYTES = "lists of bytes in lists"
 
-    @property
-    def container(self) -> bool:
-        """Whether its parts are tensors, which may be separate inputs."""
-        return self.name in ("DICT", "LIST", "TUPLE")
+
+# The types whose parts are tensors, which may be separate inputs.
+CONTAINERS = (ArgumentType.DICT, ArgumentType.LIST, ArgumentType.TUPLE)
+_POSITIONAL = (Passing.POSITIONAL_ONLY, Passing.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +94,6 @@ class Argument:
     type: ArgumentType = ArgumentType.TENSOR
     text: str = ""
     nullable: bool = False
-
-    @property
-    def named(self) -> bool:
-        """Whether it is one argument, not `*` or `**`."""
-        return self.passing not in (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
-
-    @property
-    def positional(self) -> bool:
-        """Whether it can be passed by position."""
-        return self.passing in (Passing.POSITIONAL_ONLY, Passing.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +128,8 @@ class Signature:
     @property
     def named(self) -> list[str]:
         """The names of the arguments, without `*` and `**`."""
-        return [argument.name for argument in self.arguments if argument.named]
+        single = (*_POSITIONAL, Passing.KEYWORD_ONLY)
+        return [argument.name for argument in self.arguments if argument.passing in single]
 
     def container_argument(self, names: Sequence[str]) -> Argument | None:
         """Return the argument that contains all inputs as its parts, or None.
@@ -146,7 +137,7 @@ class Signature:
         It is the only argument, or the only one without a default.
         """
         needed = [entry for entry in self.arguments if entry.required] or self.arguments
-        if len(needed) != 1 or not needed[0].type.container:
+        if len(needed) != 1 or needed[0].type not in CONTAINERS:
             return None
         others = {argument.name for argument in self.arguments} - {needed[0].name}
         return None if any(name in others or is_path(name) for name in names) else needed[0]
@@ -156,7 +147,7 @@ class Signature:
 
     def slots(self, count: int) -> list[str]:
         """Return the numbered slots for `count` names: positional arguments, items of `*args`."""
-        slots = [entry.name for entry in self.arguments if entry.positional]
+        slots = [entry.name for entry in self.arguments if entry.passing in _POSITIONAL]
         if self.has(Passing.VAR_POSITIONAL):
             slots += [f"*{index}" for index in range(len(slots), count)]
         return slots

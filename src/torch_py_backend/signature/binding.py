@@ -1,11 +1,8 @@
 """Bind input names to the leaves of forward()'s call tree; `results` binds output names.
 
-The grammar of names is the same for all artifacts: see `arguments`. If no name matches, inputs are
-bound in the config's order, with a warning.
-
-TorchScript follows the rule of Triton's LibTorch backend: either all names are arguments, or all
-are numbers; otherwise all inputs are bound in the config's order. Paths, which that backend does
-not support, are also accepted.
+`arguments` has the grammar of names. If no name matches, inputs are bound in the config's order.
+TorchScript follows Triton's LibTorch backend: all names are arguments, or all are numbers, else the
+order decides. Paths, which that backend does not support, are also accepted.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from typing import TypeAlias
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BindingError, join_names
 from torch_py_backend.signature.arguments import (
+    CONTAINERS,
     ArgumentType,
     Passing,
     Path,
@@ -201,24 +199,22 @@ def _bind_places(
     # Without containers and keywords, columns are in the order of the arguments.
     elif not trailing and all(() in feeds[slot] for slot in leading):
         call = call_positional
-    types |= dict.fromkeys(signature.settings, ArgumentType.VALUE)
+    # Parts of containers are tensors.
+    whole = {slot: kind for slot, kind in types.items() if kind not in CONTAINERS}
+    whole |= dict.fromkeys(signature.settings, ArgumentType.VALUE)
+    columns = [places[name] for name in names]
+    tensor = ArgumentType.TENSOR
     return InputBinding(
         tuple(names),
-        tuple(_column_type(types, *places[name]) for name in names),
+        tuple(tensor if path else whole.get(slot, tensor) for slot, path in columns),
         call,
-        tuple(path_text(*places[name]) for name in names),
+        tuple(path_text(*place) for place in columns),
     )
 
 
 def _call_tree(unflatten: Unflatten, module: Forward, columns: Sequence[object]) -> object:
     args, kwargs = unflatten(columns)
     return module(*args, **kwargs)
-
-
-def _column_type(types: Mapping[str, ArgumentType], slot: str, path: Path) -> ArgumentType:
-    """Return the type of an argument; parts of containers are tensors."""
-    kind = types.get(slot, ArgumentType.TENSOR)
-    return ArgumentType.TENSOR if path or kind.container else kind
 
 
 def _builder(

@@ -58,15 +58,10 @@ def from_function(function: Callable[..., object]) -> Signature:
         only, nullable = _only_type(_resolved(parameter.annotation, scope))
         if isinstance(only, type) and only.__name__ == "GenerationConfig":
             settings = frozenset(vars(only()))  # of generate() of transformers, by `**`
-        argument = Argument(
-            name=name,
-            required=parameter.default is inspect.Parameter.empty and not variadic,
-            passing=parameter.kind,
-            type=ArgumentType.TENSOR if variadic else _argument_type(only),
-            text=str(parameter),
-            nullable=nullable,
-        )
-        arguments.append(argument)
+        required = parameter.default is inspect.Parameter.empty and not variadic
+        kind = ArgumentType.TENSOR if variadic else _argument_type(only)
+        text = str(parameter)
+        arguments.append(Argument(name, required, parameter.kind, kind, text, nullable))
     return Signature(tuple(arguments), settings=settings)
 
 
@@ -148,18 +143,13 @@ def from_schema(schema: torch._C.FunctionSchema) -> Signature:
     """Return the signature of a TorchScript method from its schema, without self."""
     arguments = []
     for entry in schema.arguments[1:]:
-        kind: Any = entry.type
-        declared: str = kind.str()
-        only, _ = _only_type(_resolved(kind.annotation_str, _SCRIPT_SCOPE))
-        argument = Argument(
-            name=entry.name,
-            required=not entry.has_default_value(),
-            passing=Passing.KEYWORD_ONLY if entry.kwarg_only else Passing.POSITIONAL_OR_KEYWORD,
-            type=_argument_type(only),
-            text=f"{declared} {entry.name}",
-            nullable=declared.endswith("?"),
+        declared: Any = entry.type
+        only, nullable = _only_type(_resolved(declared.annotation_str, _SCRIPT_SCOPE))
+        passing = Passing.KEYWORD_ONLY if entry.kwarg_only else Passing.POSITIONAL_OR_KEYWORD
+        required, text = not entry.has_default_value(), f"{declared.str()} {entry.name}"
+        arguments.append(
+            Argument(entry.name, required, passing, _argument_type(only), text, nullable)
         )
-        arguments.append(argument)
     return Signature(tuple(arguments), torchscript=True)
 
 
