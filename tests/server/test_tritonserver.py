@@ -36,9 +36,9 @@ def test_paths_that_a_shell_changes(
 def test_a_temporary_folder_that_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names it, and not only /dev/shm."""
+    """The error names it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(ToolError, match=r"cannot be started: .*/none/torch-py-b.*It needs"):
+    with pytest.raises(OSError, match="/none/torch-py-b"):
         Server(tmp_path).start()
 
 

@@ -30,9 +30,6 @@ def tune(
     reduced_precision: Annotated[
         bool, typer.Option("--reduced-precision", help="Also try 16-bit types.")
     ] = False,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Time limit of each candidate, in seconds.")
-    ] = 600.0,
     write: Annotated[
         bool, typer.Option("--write", help="Append the options to config.pbtxt.")
     ] = False,
@@ -52,7 +49,7 @@ def tune(
         typer.echo(f"ms: one row; rows/s: batches of {full} rows; one instance of each")
         _print_row("candidate", [title for title, _, _ in _COLUMNS])
         rows = []
-        for row in tuning.candidates(folder, version, document, timeout, reduced=reduced_precision):
+        for row in tuning.candidates(folder, version, document, reduced=reduced_precision):
             rows.append(row)
             figures = [format(row.figures[key], shown) for _, key, shown in _COLUMNS if row.figures]
             _print_row(row.title, figures or [row.failure])

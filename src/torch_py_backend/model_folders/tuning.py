@@ -32,6 +32,7 @@ MAX_ERROR, MAX_ERROR_REDUCED = 1e-4, 0.03
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
 _ROUNDS = 5
+_LIMIT_S = 3600.0  # of a candidate, with its compilation
 _SECONDS = 0.2  # of one measurement
 # A candidate is better from this mean gain on, and if neither gain is a loss.
 _LEAST_GAIN, _LOSS = 1.03, 0.98
@@ -66,20 +67,18 @@ class Row(NamedTuple):
     failure: str = ""
 
 
-def candidates(
-    folder: Path, version: str, document: Document, timeout_s: float, *, reduced: bool
-) -> Iterator[Row]:
+def candidates(folder: Path, version: str, document: Document, *, reduced: bool) -> Iterator[Row]:
     """Yield the figures of the model as configured, and then of each candidate that suits it.
 
-    Those of the model as configured show how far two measurements of one model differ. Each
-    candidate has `timeout_s` seconds; 16-bit types are tried if `reduced`.
+    Those of the model as configured show how far two measurements of one model differ. 16-bit types
+    are tried if `reduced`.
 
     Raises:
         LoadError: the model as configured cannot be run.
     """
     configured = pbtxt.arguments(folder, version, document)
     sent = {"arguments": configured, "configured": configured}
-    first = child_process.run(_MEASURE, sent, timeout_s, quiet=True)
+    first = child_process.run(_MEASURE, sent, _LIMIT_S, quiet=True)
     yield Row("as configured", {}, first)
     runtimes = [*_RUNTIMES]
     if document["instance_group"][0]["kind"] == "KIND_GPU":
@@ -93,7 +92,7 @@ def candidates(
         candidate = {**document, "parameters": others | pbtxt.parameters(parameters)}
         sent["arguments"] = pbtxt.arguments(folder, version, candidate)
         try:
-            figures = child_process.run(_MEASURE, sent, timeout_s, quiet=True)
+            figures = child_process.run(_MEASURE, sent, _LIMIT_S, quiet=True)
             yield Row(title, parameters, figures)
         except LoadError as error:
             yield Row(title, parameters, {}, failure=str(error))

@@ -129,47 +129,38 @@ class Server:
 
         Raises:
             ToolError: the server cannot run on this machine.
+            OSError: the temporary folder or /dev/shm is full, or cannot be written.
         """
         variables = self._triton.environment() | self.variables
         for path in (self._repository, tempfile.gettempdir()):
             self._triton.refuse_in_shell(str(path))
-        try:
-            self._start(variables)
-        except BaseException as error:
-            self.stop()
-            if isinstance(error, OSError):
-                raise ToolError(
-                    f"tritonserver cannot be started: {error}. It needs a temporary folder and"
-                    f" {cleanup.SHARED_MEMORY} that can be written."
-                ) from error
-            raise
-
-    def _start(self, variables: dict[str, str]) -> None:
-        self._stack.callback(self.client.close)
-        cleanup.sweep()
-        folder = ServerFolder()
-        self._stack.callback(folder.close)
-        self.status_folder = folder.status
-        self._triton.populate_backends(folder.backends)
-        log = self._stack.enter_context(self.log.open("ab")) if self.log else None
-        # A session of its own: Ctrl-C reaches this process, which then stops the server. A folder
-        # of its own: Triton's stub would import a model.py from the current folder.
-        self.process = subprocess.Popen(  # noqa: S603  the executable found above
-            [
-                *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())),
-                str(self._triton.executable),
-                f"--backend-directory={folder.backends}",
-                # Distinguishes its shared memory from that of other servers.
-                f"--backend-config=python,shm-region-prefix-name={folder.prefix}",
-                *self._arguments,
-            ],
-            env=variables | {instance_status.VARIABLE: str(folder.status)},
-            cwd=folder.path,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        self._stack.callback(self._end_process)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.client.close)
+            cleanup.sweep()
+            folder = ServerFolder()
+            stack.callback(folder.close)
+            self.status_folder = folder.status
+            self._triton.populate_backends(folder.backends)
+            log = stack.enter_context(self.log.open("ab")) if self.log else None
+            # A session of its own: Ctrl-C reaches this process, which then stops the server. A
+            # folder of its own: Triton's stub would import a model.py from the current folder.
+            self.process = subprocess.Popen(  # noqa: S603  the executable found above
+                [
+                    *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())),
+                    str(self._triton.executable),
+                    f"--backend-directory={folder.backends}",
+                    # Distinguishes its shared memory from that of other servers.
+                    f"--backend-config=python,shm-region-prefix-name={folder.prefix}",
+                    *self._arguments,
+                ],
+                env=variables | {instance_status.VARIABLE: str(folder.status)},
+                cwd=folder.path,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            stack.callback(self._end_process)
+            self._stack = stack.pop_all()
 
     def _end_process(self) -> None:
         self.process.terminate()
