@@ -74,7 +74,13 @@ class ServerFolder:
 
 def remove(prefix: str, folder: Path) -> None:
     """Kill the remaining instances of a server, then remove its regions and its folder."""
-    kill_all(folder / "status")
+    status = folder / "status"
+    for path in instance_status.files(status):
+        # ValueError: a damaged name.
+        with contextlib.suppress(psutil.Error, ValueError):
+            process = psutil.Process(int(path.stem))
+            if belongs_to_server(process, status):
+                process.kill()
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # owned by another user
             region.unlink(missing_ok=True)
@@ -104,16 +110,6 @@ def region(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return next(filter(_REGION.fullmatch, process.cmdline()), "")
     return ""
-
-
-def kill_all(status_folder: Path) -> None:
-    """Kill the instances of the server with this status folder."""
-    for path in instance_status.files(status_folder):
-        # ValueError: a damaged name.
-        with contextlib.suppress(psutil.Error, ValueError):
-            process = psutil.Process(int(path.stem))
-            if belongs_to_server(process, status_folder):
-                process.kill()
 
 
 def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool | None:

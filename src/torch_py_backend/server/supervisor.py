@@ -229,21 +229,15 @@ class Supervisor:
             name = f"{name} {state.versions}".strip()
         self._events.append(Event(kind, name, text))
 
-    def _report_load(self, model: ModelRecord, text: str) -> None:
-        """Report that a model was loaded, and new warnings."""
-        self._report("READY", model.name, text)
-        before = model.warnings
-        model.warnings = [cause(model.name, text) for text in self._monitor.warnings(model.name)]
-        for warning in model.warnings:
-            if warning not in before:
-                self._report("WARNING", model.name, warning)
-
     def _serve(self, model: ModelRecord, config: Mapping[str, Any], text: str = "") -> None:
-        """Note that a model serves, and which models it consists of."""
-        if model.attempts:
+        """Report that a model was loaded, and its warnings; note which models it consists of."""
+        if model.attempts and model.phase is not Phase.SERVING:
             text = f"serves again after {self._clock() - model.since:.1f} s"
         self._enter(model, Phase.SERVING)
-        self._report_load(model, text)
+        self._report("READY", model.name, text)
+        model.warnings = [cause(model.name, text) for text in self._monitor.warnings(model.name)]
+        for warning in model.warnings:
+            self._report("WARNING", model.name, warning)
         steps = config.get("ensemble_scheduling", {}).get("step", [])
         model.parts = frozenset(step["model_name"] for step in steps)
 
@@ -295,18 +289,17 @@ class Supervisor:
 
     def _handle_completed(self, model: ModelRecord, call: grpc.Future) -> None:
         error = self._client.failure(model.name, call)
-        if model.phase is Phase.SERVING and error:
-            self._report("FAILED", model.name, error)
-        elif model.phase is Phase.SERVING:
-            self._report_load(model, "reloaded")
-        elif model.phase is not Phase.LOADING:
+        is_reload = model.phase is Phase.SERVING
+        if model.phase not in (Phase.LOADING, Phase.SERVING):
             return  # an unload; if it failed, the model is still READY
-        elif not error:
+        if not error:
             model.own_config = self._client.config(model.name) or {}
             if model.death:
                 self._retry(model, model.death, unload=True)
             else:
-                self._serve(model, model.own_config)
+                self._serve(model, model.own_config, "reloaded" if is_reload else "")
+        elif is_reload:
+            self._report("FAILED", model.name, error)
         elif call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             reason = f"its load took longer than {self._load_seconds:g} s (--load-timeout)"
             self._give_up(model, reason, "; only a new server can load it if Triton waits for it")
