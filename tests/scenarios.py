@@ -1354,7 +1354,7 @@ LOAD_ERRORS = (
         "factory_missing",
         _NOTHING,
         x_to_y(MODEL_FACTORY="no_such_package.models:build"),
-        "MODEL_FACTORY 'no_such_package.models:build' with no arguments fails: ModuleNotFoundError",
+        "no_such_package.models:build() in config.pbtxt fails at ModuleNotFoundError",
     ),
     *(
         refused(name, python(models.Accumulate), _accumulates(sequencing(*states)) + more, *says)

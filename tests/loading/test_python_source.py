@@ -38,7 +38,7 @@ FIRST = "class First(Net):\n    def forward(self, x):\n        return x + 2\n"
 def constructed(folder: Path, source: str | bytes, **options: Any) -> Any:
     """Return the object that a source in version 1 defines, with these options."""
     artifact = Artifact(ArtifactType.MODULE, build.write(folder, "model.py", source))
-    return python_source.construct(build.config(folder, **options), artifact)
+    return python_source.construct(build.config(folder, **options), artifact)[0]
 
 
 def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
@@ -226,7 +226,7 @@ def built(folder: Path, factory: str, **options: Any) -> tuple[Any, bool]:
     folder.mkdir(exist_ok=True)
     settings = build.config(folder, model_factory=factory, **options)
     artifact = Artifact(ArtifactType.FACTORY, folder / "1")
-    return python_source.construct_from_package(settings, artifact)
+    return python_source.construct(settings, artifact)
 
 
 def test_class_of_a_package_is_built(package: str, tmp_path: Path, stub_module: None) -> None:
@@ -267,10 +267,10 @@ def test_from_pretrained(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (".models:Missing", "models:Missing' with no arguments fails: AttributeError: "),
-        (".failing:Net", "fails: ZeroDivisionError: division by zero"),
-        (".models:broken", "with no arguments fails: ValueError: see readme.txt"),
-        (".models:Net", "with {'width': 3} fails: TypeError: "),
+        (".models:Missing", "models:Missing() in config.pbtxt fails at AttributeError: "),
+        (".failing:Net", "fails at ZeroDivisionError: division by zero"),
+        (".models:broken", "fails at ValueError: see readme.txt"),
+        (".models:Net", "Give its arguments as JSON in the parameter MODEL_KWARGS"),
     ],
 )
 def test_factory_that_fails(name: str, message: str, package: str, tmp_path: Path) -> None:

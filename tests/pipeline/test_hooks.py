@@ -22,7 +22,7 @@ from torch_py_backend.errors import (
     InputError,
     OutputError,
 )
-from torch_py_backend.loading.hooks import ARGUMENT, Hook, Hooks
+from torch_py_backend.loading.hooks import Hook, Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.values import ANY_ROWS, RequestItem, Rows
@@ -42,12 +42,6 @@ class Recorder:
         return self._function(x)
 
 
-def hook(name: str, function: Callable[..., Any]) -> Hook:
-    arguments = introspection.from_function(function).arguments
-    takes_parameters = any(each.name == ARGUMENT for each in arguments)
-    return Hook(name, function, takes_parameters)
-
-
 def engine(
     module: Callable[..., Any],
     hooks: dict[str, Callable[..., Any]],
@@ -57,7 +51,7 @@ def engine(
     """Return an engine around a function: input x and output y, both FP32 [-1] by default."""
     settings = build.config(**{"inputs": (_X,), "outputs": (_Y,), **overrides})
     loaded = Loaded(build.artifact(), module, introspection.from_function(module), None, rows)
-    loaded_hooks = Hooks(**{name: hook(name, function) for name, function in hooks.items()})
+    loaded_hooks = Hooks(**{name: Hook(name, function) for name, function in hooks.items()})
     return Engine(settings, loaded, torch.device("cpu"), loaded_hooks)
 
 

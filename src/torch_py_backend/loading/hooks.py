@@ -36,19 +36,17 @@ log = logging.getLogger(__name__)
 
 # The methods that the class may have, in the order in which they run.
 HOOK_METHODS = ("preprocess", "preprocess_batch", "collate", "postprocess", "postprocess_batch")
-_EXPECTED = f"some of the methods {', '.join(HOOK_METHODS)}"
 # The name of the argument through which a hook receives the parameters of a request.
 ARGUMENT = "parameters"
 _PER_BATCH = ("collate", "preprocess_batch", "postprocess_batch")
 # Methods that exclude each other.
 _EXCLUSIVE = (
-    ("preprocess", "preprocess_batch"),
-    ("preprocess_batch", "collate"),
-    ("postprocess", "postprocess_batch"),
+    {"preprocess", "preprocess_batch"},
+    {"collate", "preprocess_batch"},
+    {"postprocess", "postprocess_batch"},
 )
 
 
-@dataclass(slots=True)
 class Hook:
     """One method of the hooks.
 
@@ -56,14 +54,12 @@ class Hook:
         name: the method's name.
         method: the method.
         takes_parameters: whether it takes the request's parameters.
-        file: the file that defines it.
     """
 
-    name: str
-    method: Callable[..., Tree]
-    takes_parameters: bool
-    file: Path = Path("hooks.py")
-    _refused: bool = False
+    def __init__(self, name: str, method: Callable[..., Tree]) -> None:
+        self.name, self.method = name, method
+        self.takes_parameters = ARGUMENT in inspect.signature(method).parameters
+        self._refused = False
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the method.
@@ -85,9 +81,8 @@ class Hook:
                 raise ForwardError(error, self.name) from error
             if not self._refused:  # the first may be a mistake in the method
                 self._refused = True
-                where = python_source.error_location(error, self.file)
                 log.warning(
-                    "%s() refuses an input at %s. Further ones are not logged.", self.name, where
+                    "%s() refuses an input. Further ones are not logged.", self.name, exc_info=True
                 )
             raise InputError(f"{self.name}() refuses the input: {summarize(error)}") from None
 
@@ -103,10 +98,7 @@ class Hook:
         if self.takes_parameters:  # the arguments after it are then passed by name
             method = partial(method, **{ARGUMENT: None})
         arguments = introspection.from_function(method).arguments
-        return Signature(
-            tuple(each for each in arguments if each.name != ARGUMENT),
-            name=self.name,
-        )
+        return Signature(tuple(each for each in arguments if each.name != ARGUMENT), name=self.name)
 
     def __str__(self) -> str:
         return f"{self.name}{inspect.signature(self.method)}"
@@ -157,23 +149,53 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     path = artifact.hooks
     if path is None:
         return None
-    place, instance = f"the class Hooks in {path.name}", _construct(config, path)
+    instance = _construct(config, path)
     for name, advice in removed_names.HOOKS.items():
         if hasattr(instance, name):
-            raise ArtifactError(f"{place} has {name}(), which was removed", cure=advice)
-    methods = {name: getattr(instance, name, None) for name in HOOK_METHODS}
-    defined = {name: method for name, method in methods.items() if method is not None}
-    if not defined:
-        raise ArtifactError(f"{place} has no hooks", expected=_EXPECTED)
-    for first, second in _EXCLUSIVE:
-        if first in defined and second in defined:
+            raise ArtifactError(f"{path.name} has {name}(), which was removed", cure=advice)
+    names = [name for name in HOOK_METHODS if hasattr(instance, name)]
+    if not names:
+        raise ArtifactError(
+            f"{path.name} has no class Hooks with hooks",
+            expected=f"some of the methods {', '.join(HOOK_METHODS)}",
+            cure="Rename the file if it serves another purpose.",
+        )
+    for pair in _EXCLUSIVE:
+        if pair <= {*names}:
+            both = "() and ".join(sorted(pair))
             raise ArtifactError(
-                f"{place} has {first}() and {second}()",
-                expected="one of them: they do the same",
+                f"{path.name} has {both}()", expected="one of them: they do the same"
             )
-    hooks = Hooks(**{name: _create_hook(path, name, method) for name, method in defined.items()})
+    cure = f"It takes one argument, and {ARGUMENT} behind it if it needs them."
+    created = {
+        name: python_source.call(path, name, partial(_create_hook, instance, name), cure)
+        for name in names
+    }
+    hooks = Hooks(**created)
     _check_config(config, hooks)
     return hooks
+
+
+def _construct(config: ModelConfig, path: Path) -> object:
+    """Return an instance of the class `Hooks` of a file; None: it has no such class."""
+    hooks_class = getattr(python_source.import_source(path), "Hooks", None)
+    if hooks_class is None:
+        return None
+
+    def build() -> object:
+        takes_folder = "folder" in inspect.signature(hooks_class).parameters
+        return hooks_class(folder=config.version_folder) if takes_folder else hooks_class()
+
+    cure = "Its arguments are none, or `folder`, which is the version's folder."
+    return python_source.call(path, "Hooks", build, cure)
+
+
+def _create_hook(instance: object, name: str) -> Hook:
+    """Return the hook of this name; TypeError if it takes other arguments."""
+    hook = Hook(name, getattr(instance, name))
+    if not name.startswith("preprocess"):  # that takes inputs by name, which are bound later
+        inspect.signature(hook.with_parameters({})).bind("items or result")
+    return hook
 
 
 def refuse_in_model(path: Path) -> None:
@@ -183,38 +205,6 @@ def refuse_in_model(path: Path) -> None:
     is_own = getattr(hooks_class, "__module__", None) == source.__name__
     if is_own and any(hasattr(hooks_class, name) for name in HOOK_METHODS):
         raise ArtifactError(f"{path.name} defines the class Hooks", cure=removed_names.HOOKS_FILE)
-
-
-def _construct(config: ModelConfig, path: Path) -> object:
-    """Return an instance of the class `Hooks` of a file."""
-    hooks_class = getattr(python_source.import_source(path), "Hooks", None)
-    if not isinstance(hooks_class, type):
-        raise ArtifactError(
-            f"{path.name} does not define the class Hooks",
-            expected=f"a class of that name with {_EXPECTED}",
-            cure="Rename the file if it serves another purpose.",
-        )
-
-    def build() -> object:
-        takes_folder = "folder" in inspect.signature(hooks_class).parameters
-        return hooks_class(folder=config.version_folder) if takes_folder else hooks_class()
-
-    cure = "Its arguments are none, or `folder`, which is the version's folder."
-    return python_source.call(path, "Hooks", build, cure=cure)
-
-
-def _create_hook(path: Path, name: str, method: Callable[..., Tree]) -> Hook:
-    """Return the hook of this name after checking its arguments."""
-
-    def takes_parameters() -> bool:
-        signature = inspect.signature(method)
-        parameters = {ARGUMENT: None} if ARGUMENT in signature.parameters else {}
-        if not name.startswith("preprocess"):  # that takes inputs by name, which are bound later
-            signature.bind("items or result", **parameters)
-        return bool(parameters)
-
-    cure = f"It takes one argument, and {ARGUMENT} behind it if it needs them."
-    return Hook(name, method, python_source.call(path, name, takes_parameters, cure), path)
 
 
 def _check_config(config: ModelConfig, hooks: Hooks) -> None:

@@ -26,7 +26,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, join_names, summarize
 from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
-from torch_py_backend.loading.loaded import NO_FORWARD, Forward, Loaded
+from torch_py_backend.loading.loaded import NO_FORWARD, Loaded
 from torch_py_backend.signature import introspection
 
 log = logging.getLogger(__name__)
@@ -91,18 +91,15 @@ def error_location(error: BaseException, path: Path) -> str:
     return f"line {lines[-1]}: {summarize(error)}" if lines else summarize(error)
 
 
-def call(
-    path: Path,
-    name: str,
-    function: Callable[[], _Result],
-    cure: str = "",
-) -> _Result:
+def call(path: Path, name: str, function: Callable[[], _Result], cure: str = "") -> _Result:
     """Call a function of a model's file; raise ArtifactError with the line of its error.
 
     `cure` says what to do about wrong arguments.
     """
     try:
         return function()
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         raise ArtifactError(
             f"{name}() in {path.name} fails at {error_location(error, path)}",
@@ -122,14 +119,10 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ArtifactError: it cannot be loaded.
         ConfigError: an option does not apply to it.
     """
-    pretrained = False
-    if artifact.kind is ArtifactType.FACTORY:
-        served, pretrained = construct_from_package(config, artifact)
-    else:
-        served = construct(config, artifact)
+    served, is_filled = construct(config, artifact)
     owner = served if isinstance(served, nn.Module) else None
     if owner is not None:
-        if not pretrained and not artifact.weightless:
+        if not is_filled and not artifact.weightless:
             weights.load_into(config, artifact, owner)
         owner.eval()
         for parameter in owner.parameters():  # TorchScript does not support requires_grad_()
@@ -137,13 +130,25 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         if device is not None:
             owner.to(device)
     name = config.options.method or "forward"
-    called, step, name = call(artifact.path, name, partial(_entry_point, config, served))
+    return call(artifact.path, name, partial(_describe, artifact, config, served, owner))
+
+
+def _describe(
+    artifact: Artifact, config: ModelConfig, served: Any, owner: nn.Module | None
+) -> Loaded:
+    """Return the loaded model: the callable for inputs, its signature, and how it streams."""
+    method = config.options.method
+    has_steps = all(callable(getattr(served, name, None)) for name in ("begin", "step"))
+    called = served if method is None else getattr(served, method)
+    # A callable object that is not a function has no name.
+    name = method or str(getattr(served, "__name__", "forward"))
+    step = None
+    if method is None and config.decoupled and has_steps:
+        called, step, name = served.begin, served.step, "begin"
     described = owner.forward if called is owner and owner is not None else called
-    signature = call(artifact.path, name, partial(introspection.from_function, described))
-    signature = dataclasses.replace(signature, name=name)
-    is_stream = introspection.is_generator(described) or (
-        _has_steps(served) and getattr(described, "__func__", None) is NO_FORWARD
-    )
+    signature = dataclasses.replace(introspection.from_function(described), name=name)
+    has_forward = getattr(described, "__func__", None) is not NO_FORWARD
+    is_stream = introspection.is_generator(described) or (has_steps and not has_forward)
     if is_stream and not config.decoupled:
         raise ConfigError(
             f"{name}() makes a stream of results, and the model is not decoupled",
@@ -153,106 +158,75 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     return Loaded(artifact, called, signature, owner, step=step)
 
 
-def _entry_point(
-    config: ModelConfig, served: Any
-) -> tuple[Forward, Callable[[list[Any]], Any] | None, str]:
-    """Return the callable for inputs, the `step` of a streaming model, and the callable's name."""
-    method = config.options.method
-    if method is None:
-        if config.decoupled and _has_steps(served):
-            return served.begin, served.step, "begin"
-        # A callable object that is not a function has no name.
-        return served, None, getattr(served, "__name__", "forward")
-    return getattr(served, method), None, method
-
-
-def _has_steps(served: object) -> bool:
-    return all(callable(getattr(served, name, None)) for name in ("begin", "step"))
-
-
 # --- the object that is served ----------------------------------------------------------------
 
 
-def construct(config: ModelConfig, artifact: Artifact) -> object:
-    """Return the object of a model.py that is served: a constructed module, or a function.
+def construct(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
+    """Return the module or the function that is served, and whether it has its weights already.
 
     The random values of weights that a file has are not drawn.
 
     Raises:
-        ArtifactError: the file defines no model, or several, or it fails.
+        ArtifactError: there is no such object, there are several, or the code fails.
     """
     path, options = artifact.path, config.options
+    if artifact.kind is ArtifactType.FACTORY:
+        place = config.folder / "config.pbtxt"  # it names the factory
+        build = partial(_from_package, config, artifact)
+        return call(place, options.model_factory or "", build, _KEYWORDS)
     target = _select(config, path, import_source(path))
-    keywords = options.model_kwargs or {}
-    if not isinstance(target, type) and options.model_factory is None:
-        if keywords:
-            raise ArtifactError(
-                f"MODEL_KWARGS is set, and what {path.name} serves is not constructed",
-                cure="Remove MODEL_KWARGS, or name what builds the module with MODEL_FACTORY.",
-            )
-        return target
-    name = options.model_factory or target.__name__
-    return call(path, name, lambda: _build(config, artifact, target, keywords), cure=_KEYWORDS)
+    if isinstance(target, type) or options.model_factory is not None:
+        name = options.model_factory or target.__name__
+        return call(path, name, partial(_build, config, artifact, target), _KEYWORDS), False
+    if options.model_kwargs:
+        raise ArtifactError(
+            f"MODEL_KWARGS is set, and what {path.name} serves is not constructed",
+            cure="Remove MODEL_KWARGS, or name what builds the module with MODEL_FACTORY.",
+        )
+    return target, False
 
 
-def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
+def _from_package(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
     """Return what `MODEL_FACTORY: "package.module:callable"` builds, and whether it has weights.
 
     A class with `from_pretrained`, as in transformers, gets the folder with the config.json, and
     no network; it reads the weights itself.
-
-    Raises:
-        ArtifactError: the factory cannot be imported, or fails.
     """
-    factory_name = config.options.model_factory or ""
-    package, _, name = factory_name.partition(":")
+    package, _, name = (config.options.model_factory or "").partition(":")
     # Read by Hugging Face's libraries when they are imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    keywords = config.options.model_kwargs or {}
+    with importing_from(config.version_folder):
+        factory = operator.attrgetter(name)(importlib.import_module(package))
     folders = (config.version_folder, config.folder)
     folder = next((path for path in folders if (path / "config.json").is_file()), None)
-    try:
-        with importing_from(config.version_folder):
-            factory = operator.attrgetter(name)(importlib.import_module(package))
-        from_pretrained = getattr(factory, "from_pretrained", None)
-        if from_pretrained is not None and folder is not None:
-            return from_pretrained(str(folder), local_files_only=True, **keywords), True
-        return _build(config, artifact, factory, keywords), False
-    except (Exception, SystemExit) as error:  # the package's own code runs here
-        raise ArtifactError(
-            f"MODEL_FACTORY '{factory_name}' with {keywords or 'no arguments'} fails:"
-            f" {summarize(error)}",
-            cure=_KEYWORDS if isinstance(error, TypeError) else "",
-        ) from error
+    if folder is None or not hasattr(factory, "from_pretrained"):
+        return _build(config, artifact, factory), False
+    keywords = config.options.model_kwargs or {}
+    return factory.from_pretrained(str(folder), local_files_only=True, **keywords), True
 
 
-def _build(
-    config: ModelConfig,
-    artifact: Artifact,
-    factory: Callable[..., object],
-    keywords: Mapping[str, object],
-) -> object:
-    path = artifact.weights
-    if path is None:
-        return factory(**keywords)
-    return weights.build_uninitialized(
-        lambda: factory(**keywords), lambda: weights.read(config, path)
-    )
+def _build(config: ModelConfig, artifact: Artifact, factory: Callable[..., object]) -> object:
+    build = partial(factory, **(config.options.model_kwargs or {}))
+    if artifact.weights is None:
+        return build()
+    return weights.build_uninitialized(build, partial(weights.read, config, artifact.weights))
 
 
 def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
     """Return the class or function in the source that is to be served."""
-    options, own = config.options, _defined(source)
-    classes = {name: value for name, value in own.items() if _is_module_class(value)}
+    options = config.options
+    public = {
+        name: value
+        for name, value in vars(source).items()
+        if not name.startswith("_") and name != "example_inputs"
+    }
+    own = {
+        name: value
+        for name, value in public.items()
+        if getattr(value, "__module__", None) == source.__name__
+    }
     functions = {name: value for name, value in own.items() if inspect.isfunction(value)}
-    if config.python_runtime and not classes:
-        # Triton's Python runtime serves imported classes, too.
-        classes = {
-            name: value
-            for name, value in vars(source).items()
-            if _is_module_class(value) and value.__module__.partition(".")[0] != "torch"
-        }
-    candidates = classes or functions
+    classes = _module_classes(own)
     name = options.model_factory or options.model_class
     if name is not None:
         target = getattr(source, name, None)
@@ -264,32 +238,25 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
             f"{key} is '{name}', which {path.name} does not define",
             expected=f"one of {join_names(classes | functions) or 'its classes or functions'}",
         )
-    if not candidates:
-        raise ArtifactError(
-            f"{path.name} defines no nn.Module and no function",
-            expected="one class derived from torch.nn.Module, or one function",
-        )
-    if classes and config.python_runtime:  # as Triton's own runtime does
-        return classes[min(classes)]
-    first, *others = {id(value): value for value in candidates.values()}.values()
-    if not others:  # a class may have two names
-        return first
+    if config.python_runtime:  # as Triton's own runtime does, which serves imported classes, too
+        classes = classes or _module_classes(public)
+        classes = {name: classes[name] for name in sorted(classes)[:1]}
+    candidates = classes or functions
+    distinct = {id(value): value for value in candidates.values()}  # a class may have two names
+    if len(distinct) == 1:
+        return distinct.popitem()[1]
     raise ArtifactError(
-        f"{path.name} defines {join_names(candidates)}",
+        f"{path.name} defines {join_names(candidates) or 'no nn.Module and no function'}",
+        expected="one class derived from torch.nn.Module, or one function",
         cure="Name the one to serve with the parameter MODEL_CLASS.",
     )
 
 
-def _defined(source: ModuleType) -> dict[str, Any]:
-    """Return the public objects that a file defines; imported ones are left out."""
+def _module_classes(scope: Mapping[str, object]) -> dict[str, type]:
     return {
         name: value
-        for name, value in vars(source).items()
-        if not name.startswith("_")
-        and name != "example_inputs"
-        and getattr(value, "__module__", None) == source.__name__
+        for name, value in scope.items()
+        if isinstance(value, type)
+        and issubclass(value, nn.Module)
+        and value.__module__.partition(".")[0] != "torch"
     }
-
-
-def _is_module_class(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
