@@ -5,7 +5,6 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,6 @@ from torch_py_backend.server import installation
 NAME = "pytorch_py"
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = Path(torch_py_backend.__file__).parent
-Command = Callable[[Path, str], object]
-COMMANDS: list[Command] = [installation.install, installation.uninstall]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -92,28 +89,18 @@ print("torch" in sys.modules)
 
 
 def test_older_installation_is_replaced(backends: Path) -> None:
-    """Changed files are renewed, stale ones are removed, and no other folder is left."""
+    """Changed files are renewed, stale ones are removed; an empty folder is filled, too."""
     target = installation.install(backends, NAME)
     new = files(target)
     (target / "model.py").write_text("old")
     (target / "torch_py_backend" / "stale.py").write_text("old")
     (target / "torch_py_backend" / "errors.py").unlink()
-    installation.install(backends, NAME)
-    assert files(target) == new
-    assert names(backends) == [NAME]
-
-
-def test_installations_side_by_side(backends: Path) -> None:
-    """An empty folder is filled; `uninstall` removes one folder, and returns whether it did."""
-    first = installation.install(backends, NAME)
     (backends / "pytorch").mkdir()
-    assert files(first) == files(installation.install(backends, "pytorch"))
+    for name in (NAME, "pytorch"):
+        assert files(installation.install(backends, name)) == new
     assert names(backends) == ["pytorch", NAME]
-    assert [installation.uninstall(backends, NAME) for _ in range(2)] == [True, False]
-    assert names(backends) == ["pytorch"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     ("installed", "content"),
     [
@@ -125,7 +112,7 @@ def test_installations_side_by_side(backends: Path) -> None:
     ids=["library", "library beside our package", "model", "file"],
 )
 def test_files_of_another_backend_are_refused(
-    installed: bool, content: str, command: Command, backends: Path
+    installed: bool, content: str, backends: Path
 ) -> None:
     """Files of other backends are kept; Triton prefers a library to any model.py."""
     if installed:
@@ -134,17 +121,16 @@ def test_files_of_another_backend_are_refused(
     (backends / content).write_text("theirs")
     before = files(backends)
     with pytest.raises(ToolError, match="--name or --backend-dir") as raised:
-        command(backends, NAME)
+        installation.install(backends, NAME)
     assert str(backends / NAME) in str(raised.value)
     assert files(backends) == before
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a\n"])
 def test_name_that_is_a_path_is_refused(name: str, backends: Path) -> None:
-    """Nothing is written outside the backend directory."""
-    for command in COMMANDS:
-        with pytest.raises(ToolError, match="expected letters, digits"):
-            command(backends, name)
+    """Nothing is removed outside the backend directory."""
+    with pytest.raises(ToolError, match="expected letters, digits"):
+        installation.uninstall(backends, name)
     assert names(backends) == []
 
 

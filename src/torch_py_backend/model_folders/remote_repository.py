@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torch_py_backend import files
-from torch_py_backend.errors import LoadError, ToolError, printable
+from torch_py_backend.errors import ToolError, about, printable
 from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.processes import private_files
 
@@ -38,6 +38,7 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
     Raises:
         ToolError: the store cannot be read and nothing was fetched before, or others may write to
             the cache.
+        LoadError: what was fetched from the hub is neither a repository nor a model that runs.
     """
     if "://" not in url:
         return Path(url)
@@ -64,7 +65,7 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
                 raise ToolError(f"{problem}.") from error
             report(f"{problem}. Serving the files that were fetched last.")
     if url.startswith(_HUB) and (folder / "config.json").is_file():
-        return _with_model_folder(folder, url)
+        return _with_model_folder(folder)
     return folder
 
 
@@ -112,16 +113,11 @@ def _fetch_files(url: str, folder: Path, report: Callable[[str], None]) -> None:
     files.replace(fetched, json.dumps(present).encode())
 
 
-def _with_model_folder(fetched: Path, url: str) -> Path:
+def _with_model_folder(fetched: Path) -> Path:
     """Return a repository with a model folder of a save_pretrained folder, as `init` makes it."""
     repository = fetched.with_name("models")
     shutil.rmtree(repository, ignore_errors=True)
-    artifact = artifact_files.find(fetched, None)
-    try:
+    with about(fetched.name):
+        artifact = artifact_files.find(fetched, None)
         creation.create(repository / fetched.name, artifact, [], transfer=os.link)
-    except LoadError as error:
-        raise ToolError(
-            f"{url} is no model repository, and no model that is served as it is: {error} Make a"
-            " model folder of it with `torch-py-backend init`."
-        ) from error
     return repository
