@@ -475,12 +475,12 @@ def _bad(module: Any, says: str, error: type[Exception] = SaveError, **options: 
 _BAD = {
     "no example": _bad(
         models.Affine(),
-        r"example_inputs is a NoneType; expected valid arguments of forward\(x\): a tensor",
+        r"example_inputs is a NoneType; expected valid arguments of forward\(x: .*\): a tensor",
         example_inputs=None,
     ),
     "shape": _bad(
         models.Affine(),
-        r"example_inputs does not fit forward\(x\): RuntimeError: mat1 and mat2",
+        r"example_inputs does not fit forward\(x: .*\): RuntimeError: mat1 and mat2",
         example_inputs=torch.rand(2, 5),
     ),
     "number": _bad(
@@ -506,7 +506,8 @@ _BAD = {
         format="export",
     ),
     "script": _bad(
-        torch.jit.script(models.Affine()), "module is TorchScript; .* `torch-py-backend init`"
+        torch.jit.script(models.Affine()),
+        "module is a RecursiveScriptModule; .* `torch-py-backend init`",
     ),
     "removed format": _bad(
         models.Affine(),

@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec
 from torch_py_backend.autocomplete import schema
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.config.pbtxt import Document, JsonObject
-from torch_py_backend.errors import SaveError, a_type, join_names, summarize
+from torch_py_backend.errors import SaveError, a_type, summarize
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import path_text
@@ -69,11 +69,10 @@ def from_arguments(
     if not item:
         raise SaveError("example_inputs has no tensors", expected=_KINDS)
 
-    def specs(item: Item) -> tuple[TensorSpec, ...]:
-        return schema.of_values(_run(module, tree, item))
-
     outputs = _run(module, tree, item)
-    batched = max_batch_size != 0 and schema.is_batch(specs, {**item})
+    batched = max_batch_size != 0 and schema.is_batch(
+        lambda item: schema.of_values(_run(module, tree, item)), {**item}
+    )
     if max_batch_size and not batched:
         raise SaveError(
             f"max_batch_size is {max_batch_size}, and the example's outputs are none of a batch:"
@@ -85,7 +84,8 @@ def from_arguments(
         item = {name: torch.atleast_1d(value) for name, value in item.items()}
         outputs = {name: torch.atleast_1d(value) for name, value in outputs.items()}
     size = _batch_size(item, max_batch_size) if batched else 0
-    return Example({**item}, _entries(item, dynamic, size), size, tree, outputs)
+    specs = [_with_dynamic(spec, dynamic[spec.name]) for spec in schema.of_values(item)]
+    return Example({**item}, schema.entries(specs, batched=batched), size, tree, outputs)
 
 
 def from_requests(example_inputs: object, max_batch_size: int | None) -> Example:
@@ -105,7 +105,7 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
         else:
             raise _unsupported(name, value, "a tensor, or a list of str or bytes")
     size = _batch_size(item, max_batch_size)
-    return Example(item, _entries(item, {}, size), size)
+    return Example(item, schema.entries(schema.of_values(item), batched=size > 0), size)
 
 
 def with_known_inputs(example: Example, pretrained: Document) -> Example:
@@ -120,19 +120,7 @@ def _batch_size(item: Mapping[str, Value], max_batch_size: int | None) -> int:
     if max_batch_size is not None:
         return max_batch_size
     rows = next(iter(item.values())).shape[:1]
-    return max(schema.DEFAULT_BATCH_SIZE, *rows, 0)
-
-
-def _entries(
-    item: Mapping[str, Value], dynamic: Mapping[str, set[int]], max_batch_size: int
-) -> list[JsonObject]:
-    """Return the inputs in config.pbtxt; the dims in `dynamic` are -1."""
-    whole = []
-    for spec in schema.of_values(item):
-        varying = dynamic.get(spec.name, ())
-        dims = tuple(-1 if dim in varying else size for dim, size in enumerate(spec.dims))
-        whole.append(replace(spec, dims=dims))
-    return schema.entries(whole, batched=max_batch_size > 0)
+    return max(schema.DEFAULT_BATCH_SIZE, *rows)
 
 
 def _unsupported(name: str, value: object, expected: str) -> SaveError:
@@ -146,10 +134,6 @@ def _unsupported(name: str, value: object, expected: str) -> SaveError:
 # --- arguments -------------------------------------------------------------------------------
 
 
-def _declaration(module: nn.Module) -> str:
-    return f"forward({join_names(introspection.from_function(module.forward).named)})"
-
-
 def _by_name(module: nn.Module, example: object) -> dict[str, Any]:
     """Return the arguments in an example by name."""
     if isinstance(example, Mapping) and example:
@@ -157,7 +141,7 @@ def _by_name(module: nn.Module, example: object) -> dict[str, Any]:
     if not isinstance(example, Tensor | tuple):
         raise SaveError(
             f"example_inputs is {a_type(example)}",
-            expected=f"valid arguments of {_declaration(module)}: {_KINDS}",
+            expected=f"valid arguments of {introspection.from_function(module.forward)}: {_KINDS}",
         )
     args = example if isinstance(example, tuple) else (example,)
     try:
@@ -167,16 +151,11 @@ def _by_name(module: nn.Module, example: object) -> dict[str, Any]:
 
 
 def _unfit(module: nn.Module, error: Exception) -> SaveError:
-    return SaveError(
-        f"example_inputs does not fit {_declaration(module)}: {summarize(error)}", expected=_KINDS
-    )
+    function = introspection.from_function(module.forward)
+    return SaveError(f"example_inputs does not fit {function}: {summarize(error)}", expected=_KINDS)
 
 
-def _run(
-    module: nn.Module,
-    tree: TreeSpec,
-    item: Mapping[str, Value],
-) -> dict[str, Tensor]:
+def _run(module: nn.Module, tree: TreeSpec, item: Mapping[str, Value]) -> dict[str, Tensor]:
     """Call a module and return its outputs that are tensors by name, on the CPU."""
     # Copied, because forward() may change them in place.
     copies = [torch.as_tensor(value).clone() for value in item.values()]
@@ -186,15 +165,11 @@ def _run(
         raise _unfit(module, error) from error
     names = leaf_names(result)
     values = bind_outputs(names, result)(result)
-    outputs = {
+    return {
         name: value.detach().cpu()
         for name, value in zip(names, values, strict=True)
         if isinstance(value, Tensor)
     }
-    if not outputs:
-        types = join_names(map(a_type, values)) or "nothing"
-        raise SaveError(f"forward() returns {types}, without tensors", expected="tensors")
-    return outputs
 
 
 def _takes_keys(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
@@ -213,3 +188,9 @@ def _dynamic_dims(shapes: Any, keys: Sequence[int | str]) -> set[int]:
     sizes = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
     fixed = (None, torch.export.Dim.STATIC)
     return {dim for dim, size in sizes if size not in fixed and type(size) is not int}
+
+
+def _with_dynamic(spec: TensorSpec, dynamic: set[int]) -> TensorSpec:
+    """Return the spec of an input whose dimensions in a set have any size."""
+    dims = (-1 if dim in dynamic else size for dim, size in enumerate(spec.dims))
+    return replace(spec, dims=tuple(dims))

@@ -191,13 +191,11 @@ def _hooks_of(
 
 def _check(module: object, kind: object) -> None:
     """Raise SaveError for a module or a format that cannot be saved."""
-    if not isinstance(module, nn.Module):
-        raise SaveError(f"module is {a_type(module)}", expected="a torch.nn.Module")
-    if isinstance(module, torch.jit.ScriptModule):
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
         raise SaveError(
-            "module is TorchScript",
+            f"module is {a_type(module)}",
             expected="a torch.nn.Module",
-            cure="Use torch.jit.save and `torch-py-backend init`.",
+            cure="For TorchScript, use torch.jit.save and `torch-py-backend init`.",
         )
     if kind not in (None, *get_args(Format)):
         raise SaveError(

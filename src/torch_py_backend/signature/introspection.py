@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import functools
 import inspect
 import types
@@ -75,13 +76,11 @@ def is_generator(function: Callable[..., object]) -> bool:
 
 def _resolved(annotation: object, scope: dict[str, object]) -> object:
     """Evaluate an annotation that is text; return the text if that fails."""
-    for _ in range(2):  # quoted, and `from __future__ import annotations`
-        if not isinstance(annotation, str):
-            break
-        try:
-            annotation = eval(annotation, scope)  # noqa: S307  the model's own code runs anyway
-        except Exception:  # for example names that only a type checker imports
-            break
+    if isinstance(annotation, str):
+        # For example names that only a type checker imports are not found.
+        with contextlib.suppress(Exception):
+            # It is text again if it is quoted under `from __future__ import annotations`.
+            return _resolved(eval(annotation, scope), scope)  # noqa: S307  the model's own code
     return annotation
 
 
