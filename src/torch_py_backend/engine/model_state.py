@@ -8,36 +8,24 @@ import pickle
 import types
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.jit import ScriptModule
+from torch.jit import ScriptFunction, ScriptModule
 
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.pipeline import failures
 
 # Buffers of more bytes than this in total may be weights, as in quantized modules.
 _COPIED_BYTES = 256 << 20
-# An attribute's tensor of more bytes than this is not read.
-_READ_BYTES = 64 << 20
 # Compared by identity: they hold no state.
-_OPAQUE = (type, types.ModuleType, types.FunctionType, logging.Logger)
-# TorchScript attributes that are not observed: the weights of quantized modules are objects.
-_OBJECTS = ("ClassType", "InterfaceType", "FunctionType")
+_OPAQUE = (type, types.ModuleType, types.FunctionType, logging.Logger, nn.Parameter)
+# Objects of TorchScript are not observed: the weights of quantized modules are such.
+_SCRIPT_OBJECTS = (torch.ScriptObject, ScriptFunction)
 # Attributes of an nn.Module that are not compared: buffers are by themselves.
 _REGISTERED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
-
-
-class _Buffer(NamedTuple):
-    """A buffer before the warm-up; `copy` is None if it may be a weight."""
-
-    module: nn.Module
-    name: str
-    tensor: Tensor
-    version: object
-    copy: Tensor | None
 
 
 class ModelState:
@@ -50,14 +38,14 @@ class ModelState:
 
     def __init__(self, engine: Engine) -> None:
         self._modules = dict(_modules(engine))
-        self._buffers: dict[str, _Buffer] = {}
+        self._buffers = self._named_buffers()
+        self._versions = {path: failures.version(tensor) for path, tensor in self._buffers.items()}
+        self._copies: dict[str, Tensor] = {}
         left = _COPIED_BYTES
-        for path, module in self._modules.items():
-            for name, tensor in module.named_buffers(recurse=False):
-                left -= tensor.nbytes
-                copied = tensor.clone() if left >= 0 else None
-                buffer = _Buffer(module, name, tensor, failures.version(tensor), copied)
-                self._buffers[path + name] = buffer
+        for path, tensor in self._buffers.items():
+            left -= tensor.nbytes
+            if left >= 0:
+                self._copies[path] = tensor.clone()
         self._objects = dict(_objects(engine, self._modules))
         self._attributes = self._read()  # which keep their identities
         self._contents = self._hashes(self._attributes)
@@ -65,32 +53,38 @@ class ModelState:
     def put_back(self) -> list[str]:
         """Put buffers back; return the names of everything else that the warm-up has changed."""
         changed = []
-        for path, module in self._modules.items():
-            for name, _ in module.named_buffers(recurse=False):
-                if path + name not in self._buffers:
-                    changed.append(path + name)
-        for path, buffer in self._buffers.items():
-            present = getattr(buffer.module, buffer.name, None)
-            if present is not None and failures.version(present) == buffer.version:
+        present = self._named_buffers()
+        for path in self._buffers | present:
+            if path in present and failures.version(present[path]) == self._versions.get(path):
                 continue
-            if buffer.copy is None or buffer.copy.shape != buffer.tensor.shape:
+            copied = self._copies.get(path)
+            if copied is None or copied.shape != self._buffers[path].shape:
                 changed.append(path)
                 continue
+            tensor = self._buffers[path]
             with torch.no_grad():  # into the same memory: graphs read it there
-                buffer.tensor.copy_(buffer.copy)
-            setattr(buffer.module, buffer.name, buffer.tensor)
+                tensor.copy_(copied)
+            module, dot, name = path.rpartition(".")
+            setattr(self._modules[module + dot], name, tensor)
         contents = self._hashes(self._read())
         before = self._contents
         changed += [path for path in before | contents if before.get(path) != contents.get(path)]
         return changed
 
+    def _named_buffers(self) -> dict[str, Tensor]:
+        return {
+            path + name: tensor
+            for path, module in self._modules.items()
+            for name, tensor in module.named_buffers(recurse=False)
+        }
+
     def _read(self) -> dict[str, object]:
         """Return the attributes of all objects by their paths."""
-        attributes = {}
-        for path, part in self._objects.items():
-            for name, value in _attributes(part).items():
-                attributes[path + name] = value
-        return attributes
+        return {
+            path + name: value
+            for path, part in self._objects.items()
+            for name, value in _attributes(part).items()
+        }
 
     def _hashes(self, attributes: dict[str, object]) -> dict[str, int]:
         known = set(map(id, self._objects.values()))
@@ -133,8 +127,8 @@ def _attributes(part: object) -> dict[str, object]:
         kinds: Any = torch._C.ConcreteModuleType.from_jit_type(part._c._type())
         return {
             name: part._c.getattr(name)
-            for name, (kind, is_parameter) in kinds.get_attributes().items()
-            if not is_parameter and name not in part._buffers and not _has_objects(kind)
+            for name, (_, is_parameter) in kinds.get_attributes().items()
+            if not is_parameter and name not in part._buffers
         }
     fields = dict(getattr(part, "__dict__", {}))
     computed = [
@@ -149,10 +143,6 @@ def _attributes(part: object) -> dict[str, object]:
     return fields
 
 
-def _has_objects(kind: Any) -> bool:
-    return kind.kind() in _OBJECTS or any(map(_has_objects, kind.containedTypes()))
-
-
 class _Pickler(pickle.Pickler):
     """Writes what a value contains: hashes of tensors, IDs of code and of the model's objects."""
 
@@ -161,10 +151,12 @@ class _Pickler(pickle.Pickler):
         self._known = known
 
     def persistent_id(self, value: object) -> object:
-        if isinstance(value, Tensor):
-            return _tensor_content(value)
+        if isinstance(value, _SCRIPT_OBJECTS):
+            return type(value).__name__
         if isinstance(value, _OPAQUE) or id(value) in self._known:
             return id(value)
+        if isinstance(value, Tensor):
+            return value.dtype, value.shape, failures.digest(value)
         return None
 
 
@@ -173,17 +165,6 @@ def _content(value: object, known: set[int]) -> int:
     stream = io.BytesIO()
     try:
         _Pickler(stream, known).dump(value)
-    except Exception:  # it has a lock or a file, or is too deep
+    except Exception:  # it has a lock, a file or a sparse tensor, or is too deep
         return id(value)
     return hash(stream.getvalue())
-
-
-def _tensor_content(tensor: Tensor) -> int:
-    if isinstance(tensor, nn.Parameter):
-        return id(tensor)
-    try:
-        if tensor.nbytes > _READ_BYTES:
-            return hash(failures.version(tensor))
-        return hash((tensor.dtype, tensor.shape, failures.digest(tensor)))
-    except Exception:  # sparse, quantized, meta and fake tensors lack one or the other
-        return id(tensor)
