@@ -35,11 +35,3 @@ def test_replace_fails_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(OSError, match="No space left on device"):
         files.replace(tmp_path / "a", b"new")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
-
-
-def test_check_writable(tmp_path: Path) -> None:
-    """A folder in which no file can be created is an error; nothing is left in another one."""
-    files.check_writable(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(FileNotFoundError):
-        files.check_writable(tmp_path / "nowhere")

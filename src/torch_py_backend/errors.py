@@ -16,6 +16,8 @@ class BackendError(Exception):
     """Root of the tree.
 
     Attributes:
+        found: what is wrong.
+        cure: what to do.
         traceback: the traceback of the cause, for the log; never sent to clients.
         reported: whether the error of a request is written to the log: not if its client caused it.
     """
@@ -23,14 +25,6 @@ class BackendError(Exception):
     code = "INTERNAL"
     traceback = ""
     reported = False
-
-
-class ToolError(BackendError):
-    """A command or a server fails. The message is complete: it is not about one model."""
-
-
-class ModelError(BackendError):
-    """An error about one model: what was `found`, what was `expected`, and the `cure`."""
 
     def __init__(self, found: str, *, expected: str = "", cure: str = "") -> None:
         self.found, self.cure = found, cure
@@ -40,7 +34,11 @@ class ModelError(BackendError):
         super().__init__(f"{problem} {cure}" if cure else problem)
 
 
-class LoadError(ModelError):
+class ToolError(BackendError):
+    """A command or a server fails: the message is not about one model."""
+
+
+class LoadError(BackendError):
     """The model cannot be served; the load fails with this message."""
 
 
@@ -60,24 +58,24 @@ class PlatformError(LoadError):
     """This process lacks what the model needs: a GPU, a matching numpy."""
 
 
-class SaveError(ModelError):
+class SaveError(BackendError):
     """A module cannot be saved as a model folder."""
 
 
-class InputError(ModelError):
+class InputError(BackendError):
     """A request is invalid."""
 
     code = "INVALID_ARG"
 
 
-class ForwardError(ModelError):
+class ForwardError(BackendError):
     """The model's own code, or a hook, raised in the function `called`."""
 
     def __init__(self, error: BaseException, called: str = "forward") -> None:
         super().__init__(f"{called}() raised {summarize(error)}")
 
 
-class CallError(ModelError):
+class CallError(BackendError):
     """A call of the model `called` failed; `code` is that of its response."""
 
     def __init__(
@@ -87,20 +85,18 @@ class CallError(ModelError):
         self.code = code
 
 
-class OutputError(ModelError):
+class OutputError(BackendError):
     """The result of forward() does not match the config."""
 
 
-class InternalError(ModelError):
+class InternalError(BackendError):
     """The backend itself failed."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "the backend raised an unexpected error; the server's log has the traceback"
-        )
+        super().__init__("the backend raised an unexpected error", cure="See the server's log.")
 
 
-class UnavailableError(ModelError):
+class UnavailableError(BackendError):
     """The instance cannot answer; another one may be able to."""
 
     code = "UNAVAILABLE"
@@ -115,7 +111,7 @@ class OutOfMemoryError(UnavailableError):
         )
 
 
-class CancelledError(ModelError):
+class CancelledError(BackendError):
     """A request was cancelled before it ran, or during its stream."""
 
     code = "CANCELLED"

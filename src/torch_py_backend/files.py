@@ -32,9 +32,3 @@ def replace(path: Path, content: bytes, mode: int | None = None) -> None:
         except BaseException:
             scratch.unlink(missing_ok=True)
             raise
-
-
-def check_writable(folder: Path) -> None:
-    """Raise OSError unless files can be created in a folder."""
-    with tempfile.TemporaryFile(dir=folder):
-        pass

@@ -7,8 +7,7 @@ import build
 import pytest
 
 from torch_py_backend.config import dtypes, model_config
-from torch_py_backend.config.batch_io import BatchOutput
-from torch_py_backend.config.model_config import ModelConfig, Origin
+from torch_py_backend.config.model_config import BatchOutput, ModelConfig, Origin
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.sequence_config import ControlInput, SequenceConfig, State
 

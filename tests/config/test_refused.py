@@ -119,7 +119,10 @@ def test_accepted_combination(kind: str, settings: str) -> None:
         ({"input": []}, "config.pbtxt lists no input; expected at least one"),
         ({"output": []}, "config.pbtxt lists no output; expected at least one"),
         ({"input": [_X | {"data_type": "TYPE_BYTES"}]}, "'x' has data_type TYPE_BYTES; expected"),
-        ({"cc_model_filenames": {"8.0": "a.pt"}}, "cc_model_filenames is set; expected default"),
+        (
+            {"cc_model_filenames": {"8.0": "a.pt"}},
+            "cc_model_filenames is set. Use default",
+        ),
         (_state({"data_type": "TYPE_INVALID"}), "'h' has data_type TYPE_INVALID"),
         (_sequences(control_input=[{"name": "c"}]), "the control input 'c' has data_type TYPE_INV"),
     ],

@@ -10,7 +10,7 @@ import models
 import pytest
 import torch
 
-from torch_py_backend.config.batch_io import BatchOutput
+from torch_py_backend.config.model_config import BatchOutput
 from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, InputError
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading import hooks as user_hooks

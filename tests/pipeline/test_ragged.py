@@ -14,8 +14,7 @@ from engines import check, engine
 from torch import Tensor
 
 from torch_py_backend.config import dtypes
-from torch_py_backend.config.batch_io import BatchInput, BatchInputKind, BatchOutput
-from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.model_config import BatchInput, BatchOutput, ModelConfig
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     ForwardError,
@@ -27,7 +26,7 @@ from torch_py_backend.values import ANY_ROWS, Item, Rows
 
 
 def batch_input(
-    kind: BatchInputKind = BatchInputKind.ELEMENT_COUNT, dtype: str = "INT32", name: str = "n"
+    kind: str = "BATCH_ELEMENT_COUNT", dtype: str = "INT32", name: str = "n"
 ) -> BatchInput:
     return BatchInput(name, kind, dtypes.from_triton(dtype), "x")
 

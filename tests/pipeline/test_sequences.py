@@ -365,7 +365,7 @@ def test_a_new_sequence_takes_the_place_of_the_oldest() -> None:
     """With as many as Triton runs at once, one that is idle has been forgotten."""
     settings = config(make_state())
     assert settings.sequencing is not None
-    sequencing = dataclasses.replace(settings.sequencing, most=2)
+    sequencing = settings.sequencing._replace(most=2)
     served = Served(dataclasses.replace(settings, sequencing=sequencing), models.Accumulate())
     served.send(step(1, 1, "s"), step(2, 1, "s"))
     served.now += IDLE_S - 0.1

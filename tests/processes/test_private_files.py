@@ -125,7 +125,7 @@ def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def _until_waiting(pid: int) -> None:
     """Wait until a process waits for a lock that another one holds: see proc_locks(5)."""
     end = time.monotonic() + _SECONDS
-    while not re.search(rf"-> FLOCK .* {pid} ", Path("/proc/locks").read_text()):
+    while not re.search(rf"-> POSIX .* {pid} ", Path("/proc/locks").read_text()):
         assert time.monotonic() < end, "it does not wait"
         time.sleep(0.01)
 
@@ -134,7 +134,7 @@ def _until_waiting(pid: int) -> None:
 def test_instances_of_a_model_load_one_after_another(killed: bool, tmp_path: Path) -> None:
     """One that is killed, or that has forked, keeps no other waiting.
 
-    Other models, and other servers, do not wait. No file is left.
+    Other models, and other servers, do not wait.
     """
     marker = tmp_path / "first is done"
     with starting(tmp_path) as start:
@@ -158,7 +158,6 @@ def test_instances_of_a_model_load_one_after_another(killed: bool, tmp_path: Pat
         for process in waiting:
             assert [process.hear(), process.hear()] == ["True", "done"]
         assert [other.ask() for other in others] == ["done"] * 2
-    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
 def test_a_lock_follows_no_link(tmp_path: Path) -> None:
@@ -172,6 +171,6 @@ def test_without_a_lock_an_instance_loads_at_once(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a full disk, or without a temporary folder."""
-    monkeypatch.setattr(private_files, "server_path", Mock(side_effect=error))
+    monkeypatch.setattr(private_files, "shared_folder", Mock(side_effect=error))
     with private_files.turn("digits"):
         assert "load at the same time" in caplog.text

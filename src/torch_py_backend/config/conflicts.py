@@ -87,19 +87,16 @@ def check(config: ModelConfig, *, complete: bool = True) -> None:
                 raise ConfigError(", and ".join(pair), cure=cure)
 
 
-def refuse(applies: bool, found: str, expected: str) -> None:  # noqa: FBT001
-    """Raise ConfigError if a rule applies."""
-    if applies:
-        raise ConfigError(found, expected=expected)
-
-
 def check_for_triton(document: Document) -> None:
     """Raise ConfigError for sizes that Triton refuses, before or after it completes the config."""
     rows = document["max_batch_size"]
-    refuse(rows < 0, f"max_batch_size is {rows}", "the largest number of rows, or 0")
+    if rows < 0:
+        raise ConfigError(f"max_batch_size is {rows}", expected="the largest number of rows, or 0")
     for role in ("input", "output"):
         for entry in document[role]:
             dims = entry["dims"]
-            is_wrong = not dims or any(size < 1 and size != -1 for size in dims)
-            found = f"{role} '{entry['name']}' has dims {dims}"
-            refuse(is_wrong, found, "sizes of at least 1, or -1 for any size")
+            if not dims or any(size < 1 and size != -1 for size in dims):
+                raise ConfigError(
+                    f"{role} '{entry['name']}' has dims {dims}",
+                    expected="sizes of at least 1, or -1 for any size",
+                )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from torch_py_backend.config import batch_io, conflicts, dtypes, options, pbtxt, sequence_config
-from torch_py_backend.config.batch_io import BatchInput, BatchOutput
-from torch_py_backend.config.conflicts import refuse
+from torch_py_backend.config import conflicts, dtypes, options, pbtxt, sequence_config
+from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.config.sequence_config import SequenceConfig, State
+from torch_py_backend.errors import ConfigError
 
 
 class Origin(enum.Enum):
@@ -39,7 +40,7 @@ class TensorSpec:
     """
 
     name: str
-    dtype: dtypes.DType
+    dtype: DType
     dims: tuple[int, ...]
     optional: bool = False
     ragged: bool = False
@@ -48,6 +49,30 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype.triton} [{', '.join(map(str, self.dims))}]"
+
+
+class BatchInput(NamedTuple):
+    """An input that is computed from the shapes of another input of the requests.
+
+    Attributes:
+        kind: what it contains of these shapes: a name of `enum Kind` in Triton's ModelConfig.
+        source: the name of the other input.
+    """
+
+    name: str
+    kind: str
+    dtype: DType
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype.triton} ({self.kind} of {self.source})"
+
+
+class BatchOutput(NamedTuple):
+    """An output whose values are split among requests by the shapes of the input `source`."""
+
+    name: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +144,24 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
             outputs, has settings that conflict, or a value of a parameter is not accepted.
     """
     document = json.loads(args["model_config"])
-    name = args["model_name"]
-    files = bool(document.get("cc_model_filenames"))
-    refuse(files, "cc_model_filenames is set", "default_model_filename, for all GPUs")
-    parameters = options.parse(document.get("parameters", {}))
+    if document.get("cc_model_filenames"):
+        raise ConfigError("cc_model_filenames is set", cure="Use default_model_filename instead.")
     sequencing = sequence_config.parse(document)
-    states = sequencing.states if sequencing is not None else ()
     inputs, outputs = [], []
     if complete:
         inputs, outputs = _specs("input", document), _specs("output", document)
-    listed = {spec.name for spec in outputs}
-    for state in states if complete else ():
-        inputs.append(TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE))
-        if state.output not in listed:
-            outputs.append(TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE))
+        listed = {spec.name for spec in outputs}
+        for state in sequencing.states if sequencing is not None else ():
+            inputs.append(TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE))
+            if state.output not in listed:
+                outputs.append(
+                    TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE)
+                )
     # The count of a group is per GPU.
     groups = document.get("instance_group", ())
     instances = [int(group["count"]) * max(1, len(group.get("gpus", ()))) for group in groups]
     config = ModelConfig(
-        name=name,
+        name=args["model_name"],
         folder=Path(args["model_repository"]).absolute(),
         version=args["model_version"],
         instance=args["model_instance_name"],
@@ -150,13 +174,19 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         default_model_filename=document.get("default_model_filename") or None,
         # `runtime` is no evidence: Triton sets it to "model.py" for every Python-based backend.
         python_runtime="pytorch" in (document.get("backend"), document.get("platform")),
-        options=parameters,
+        options=options.parse(document.get("parameters", {})),
         sequencing=sequencing,
         decoupled=bool(document.get("model_transaction_policy", {}).get("decoupled")),
         dynamic_batching="dynamic_batching" in document,
         response_cache=bool(document.get("response_cache", {}).get("enable")),
-        batch_inputs=batch_io.parse_inputs(document) if complete else (),
-        batch_outputs=batch_io.parse_outputs(document) if complete else (),
+        batch_inputs=tuple(_batch_inputs(document)) if complete else (),
+        batch_outputs=tuple(
+            BatchOutput(name, entry["source_input"][0])
+            for entry in document.get("batch_output", ())
+            for name in entry["target_name"]
+        )
+        if complete
+        else (),
     )
     conflicts.check(config, complete=complete)
     return config
@@ -169,10 +199,19 @@ def listed_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
 
 
 def _specs(role: str, document: Document) -> list[TensorSpec]:
-    entries = document.get(role, [])
-    expected = f"at least one {role} with name, data_type and dims"
-    refuse(not entries, f"config.pbtxt lists no {role}", expected)
+    entries = document.get(role)
+    if not entries:
+        expected = f"at least one {role} with name, data_type and dims"
+        raise ConfigError(f"config.pbtxt lists no {role}", expected=expected)
     return [_spec(role, entry) for entry in entries]
+
+
+def _batch_inputs(document: Document) -> Iterator[BatchInput]:
+    """Return the batch inputs, one for each target; Triton has checked them."""
+    for entry in document.get("batch_input", ()):
+        dtype = dtypes.parse("batch_input", entry["data_type"])
+        for name in entry["target_name"]:
+            yield BatchInput(name, entry["kind"], dtype, entry["source_input"][0])
 
 
 def _spec(role: str, entry: Document) -> TensorSpec:

@@ -14,8 +14,6 @@ from torch_py_backend.errors import ConfigError, PlatformError
 JsonObject: TypeAlias = dict[str, Any]
 # config.pbtxt as Triton passes it to backends, or a part of it.
 Document: TypeAlias = Mapping[str, Any]
-# The data_type of an input or output that has none.
-NO_TYPE = "TYPE_INVALID"
 _BATCH_SIZE = re.compile(r"^[^#\n]*\bmax_batch_size\s*:\s*[1-9]", re.MULTILINE)
 # Triton's default without an instance_group, on a machine without a GPU.
 _ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}

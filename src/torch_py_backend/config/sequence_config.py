@@ -1,21 +1,20 @@
-"""sequence_batching as frozen objects: scheduling, controls and states."""
+"""sequence_batching: scheduling, controls and states. Triton has checked what it uses itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch_py_backend.config import dtypes, pbtxt
-from torch_py_backend.config.conflicts import refuse
+from torch_py_backend.config import dtypes
 from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.pbtxt import Document
+from torch_py_backend.errors import ConfigError
 
 # Triton's default.
 _IDLE_MICROSECONDS = 1_000_000
 _BOOLEANS = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """A tensor that a step of a sequence passes to the next step.
 
     Attributes:
@@ -36,8 +35,7 @@ class State:
     file: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ControlInput:
+class ControlInput(NamedTuple):
     """An input with which Triton's sequence scheduler signals START, END, READY or CORRID.
 
     Attributes:
@@ -49,8 +47,7 @@ class ControlInput:
     idle: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceConfig:
+class SequenceConfig(NamedTuple):
     """The sequence settings of a model.
 
     Attributes:
@@ -72,25 +69,26 @@ def parse(document: Document) -> SequenceConfig | None:
     """Return the sequence settings of a model; None: its requests are independent of each other.
 
     Raises:
-        ConfigError: `sequence_batching` is invalid, or uses what is not supported.
+        ConfigError: `sequence_batching` uses what is not supported.
     """
     batching = document.get("sequence_batching")
     if batching is None:
         return None
     for key in ("iterative_sequence", "generative_sequence"):
-        problem = f"sequence_batching contains {key}, which no Python-based backend supports"
-        refuse(bool(batching.get(key)), problem, "a config without it")
-    oldest = batching.get("oldest") or {}
+        if batching.get(key):
+            problem = f"sequence_batching contains {key}, which no Python-based backend supports"
+            raise ConfigError(problem, cure="Remove it.")
+    oldest = batching.get("oldest")
     return SequenceConfig(
         idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
-        controls=tuple(_parse_control(entry) for entry in batching.get("control_input", ())),
-        states=tuple(_parse_state(entry) for entry in batching.get("state", ())),
-        direct=batching.get("oldest") is None,
-        most=oldest.get("max_candidate_sequences") or max(1, document["max_batch_size"]),
+        controls=tuple(map(_control, batching.get("control_input", ()))),
+        states=tuple(map(_state, batching.get("state", ()))),
+        direct=oldest is None,
+        most=(oldest or {}).get("max_candidate_sequences") or max(1, document["max_batch_size"]),
     )
 
 
-def _parse_control(entry: Document) -> ControlInput:
+def _control(entry: Document) -> ControlInput:
     control = (entry.get("control") or [{}])[0]
     name = entry["name"]
     for key, dtype in _BOOLEANS.items():
@@ -98,23 +96,16 @@ def _parse_control(entry: Document) -> ControlInput:
             ready = control.get("kind") == "CONTROL_SEQUENCE_READY"
             idle = float(control[key][0]) if ready else None
             return ControlInput(name, dtypes.from_triton(dtype), idle)
-    corrid = dtypes.parse(f"the control input '{name}'", control.get("data_type", pbtxt.NO_TYPE))
+    corrid = dtypes.parse(f"the control input '{name}'", control.get("data_type", "TYPE_INVALID"))
     return ControlInput(name, corrid)
 
 
-def _parse_state(entry: Document) -> State:
-    """Return a state with its shape and its file in the first step.
-
-    Triton has checked that the initial state fits the state, and that names differ.
-    """
+def _state(entry: Document) -> State:
+    dtype = dtypes.parse(f"the state '{entry['input_name']}'", entry["data_type"])
+    # protobuf's JSON has int64 as strings.
+    dims = tuple(map(int, entry["dims"]))
+    # Without an initial state, Triton leaves the values undefined, and uses 1 for sizes of -1.
+    initial = (entry.get("initial_state") or [{"dims": [abs(size) for size in dims]}])[0]
+    shape = tuple(map(int, initial["dims"]))
     names = entry["input_name"], entry["output_name"]
-    dtype = dtypes.parse(f"the state '{names[0]}'", entry["data_type"])
-    dims = _dims(entry)
-    for initial in entry.get("initial_state", ()):
-        return State(*names, dtype, dims, _dims(initial), initial.get("data_file"))
-    # Triton leaves the values undefined then, and uses 1 for sizes of -1.
-    return State(*names, dtype, dims, tuple(1 if size == -1 else size for size in dims))
-
-
-def _dims(entry: Document) -> tuple[int, ...]:
-    return tuple(int(size) for size in entry["dims"])  # protobuf's JSON has int64 as strings
+    return State(*names, dtype, dims, shape, initial.get("data_file"))

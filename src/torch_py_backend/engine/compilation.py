@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_py_backend import files
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, LoadError, PlatformError, summarize
 from torch_py_backend.loading.discovery import ArtifactType
@@ -215,7 +214,8 @@ def _obstacle(folder: Path) -> str:
     """Create a folder if it is missing, and return why it cannot be used; empty: it can be."""
     try:
         private_files.create(folder)
-        files.check_writable(folder)
+        if not os.access(folder, os.W_OK):
+            return "this process may not write to it"
         return private_files.tree_risk(folder)
     except OSError as error:
         return summarize(error)

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_py_backend.config.batch_io import BatchInput, BatchInputKind
-from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.model_config import BatchInput, ModelConfig
 from torch_py_backend.errors import OutputError, counted
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.batches import ItemRows
@@ -93,18 +92,18 @@ def _item_shapes(shapes: _Shapes) -> list[list[int]]:
     return [list(shape[1:]) for shape in shapes for _ in range(shape[0])]
 
 
-_NUMBERS: Mapping[BatchInputKind, Callable[[_Shapes], npt.ArrayLike]] = {
-    BatchInputKind.ELEMENT_COUNT: lambda shapes: list(map(math.prod, shapes)),
-    BatchInputKind.ACCUMULATED_ELEMENT_COUNT: lambda shapes: list(
+_NUMBERS: Mapping[str, Callable[[_Shapes], npt.ArrayLike]] = {
+    "BATCH_ELEMENT_COUNT": lambda shapes: list(map(math.prod, shapes)),
+    "BATCH_ACCUMULATED_ELEMENT_COUNT": lambda shapes: list(
         itertools.accumulate(map(math.prod, shapes))
     ),
-    BatchInputKind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO: lambda shapes: list(
+    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": lambda shapes: list(
         itertools.accumulate(map(math.prod, shapes), initial=0)
     ),
-    BatchInputKind.ITEM_SHAPE: _item_shapes,
-    BatchInputKind.ITEM_SHAPE_FLATTEN: lambda shapes: list(
+    "BATCH_ITEM_SHAPE": _item_shapes,
+    "BATCH_ITEM_SHAPE_FLATTEN": lambda shapes: list(
         itertools.chain.from_iterable(_item_shapes(shapes))
     ),
     # Only its shape has a meaning.
-    BatchInputKind.MAX_ELEMENT_COUNT_AS_SHAPE: lambda shapes: np.zeros(max(map(math.prod, shapes))),
+    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": lambda shapes: np.zeros(max(map(math.prod, shapes))),
 }

@@ -32,16 +32,9 @@ _START = (
 )
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _CURE = "The server's log may say more."
-_SLOW = f"If config.pbtxt lacks inputs or outputs, write them there. {_CURE}"
 
 
-def run(
-    task: str,
-    arguments: Mapping[str, object],
-    seconds: float,
-    *,
-    quiet: bool = False,
-) -> Any:
+def run(task: str, arguments: Mapping[str, object], seconds: float, *, quiet: bool = False) -> Any:
     """Run a function in a child process, and return its result.
 
     The processes that the function started end with it, except those in sessions of their own.
@@ -71,8 +64,10 @@ def run(
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            reason = f"trying the model took longer than {seconds:g} seconds"
-            raise LoadError(reason, cure=_SLOW) from None
+            raise LoadError(
+                f"trying the model took longer than {seconds:g} seconds",
+                cure=f"If config.pbtxt lacks inputs or outputs, write them there. {_CURE}",
+            ) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -90,11 +85,8 @@ def run(
     return outcome["result"]
 
 
-# --- in the child ----------------------------------------------------------------------------
-
-
 def main() -> None:
-    """Run the task that the command line names, and write its answer."""
+    """In the child: run the task that the command line names, and write its answer."""
     _, _, task = sys.argv
     child = os.getpid()
     # A model's call may not return: the kernel kills this process when its parent dies.
@@ -104,26 +96,26 @@ def main() -> None:
     arguments = json.load(file)
     file.seek(0)
     file.truncate()
-    module, _, function = task.partition(":")
-    outcome: dict[str, object]
-    closed = ValueError, OSError, AttributeError  # the model may have closed the streams
-    try:
-        outcome = {"result": getattr(importlib.import_module(module), function)(**arguments)}
-    except BackendError as error:
-        text = error.traceback or traceback.format_exc()
-        outcome = {"error": str(error), "traceback": text}
-    except BaseException as error:
-        with contextlib.suppress(*closed):
-            traceback.print_exc()
-        outcome = {"error": summarize(error), "traceback": traceback.format_exc()}
+    outcome = _outcome(task, arguments)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(*closed):
+        with contextlib.suppress(Exception):  # the model may have closed or replaced it
             stream.flush()
     if os.getpid() == child:  # not a process that the model forked
         file.write(json.dumps(outcome).encode())
         file.flush()
-    # Threads of the model must not delay the exit.
-    os._exit(0)
+    os._exit(0)  # threads of the model must not delay the exit
+
+
+def _outcome(task: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    module, _, function = task.partition(":")
+    try:
+        return {"result": getattr(importlib.import_module(module), function)(**arguments)}
+    except BackendError as error:
+        return {"error": str(error), "traceback": error.traceback or traceback.format_exc()}
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+        return {"error": summarize(error), "traceback": traceback.format_exc()}
 
 
 def use_utf8() -> None:

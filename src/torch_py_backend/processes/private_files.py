@@ -71,9 +71,8 @@ def shared_folder() -> Path:
     """
     name = f"torch-py-backend-{os.geteuid()}"
     try:
-        folder = Path(tempfile.gettempdir()) / name
-        folder.mkdir(mode=0o700, exist_ok=True)
-        reason = "it is a link" if folder.is_symlink() else risk(folder.stat())
+        folder = Path(tempfile.gettempdir(), name)
+        reason = create(folder) or ("it is a link" if folder.is_symlink() else "")
     except OSError as error:  # also without a temporary folder
         reason = summarize(error)
     if reason:
@@ -108,37 +107,23 @@ def server_name(pid: int) -> str:
 @contextlib.contextmanager
 def turn(model: str) -> Iterator[None]:
     """Hold a lock that the instances of a model take one after another to load it."""
+    key = f"{server_name(os.getppid())} {model}"
+    place = int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locked(server_path(model, "turn")))
+            stack.enter_context(locked(shared_folder() / "locks", place))
         except (PlatformError, OSError) as error:  # such as a full disk
             log.warning("its instances load at the same time: %s", summarize(error))
         yield
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, which exists while a process holds or awaits the lock.
+def locked(path: Path, place: int = 0) -> Iterator[None]:
+    """Hold the exclusive lock on a byte of a file, which need not exist.
 
-    The kernel releases the lock when the process ends.
+    The kernel releases the lock when the process ends; processes that it forked do not hold it.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    while True:
-        with open(os.open(path, flags, 0o600), "rb") as file:  # noqa: PTH123  a descriptor
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not is_same(path, os.fstat(file.fileno())):
-                continue  # the process that held the lock before has removed the file
-            try:
-                yield
-            finally:
-                path.unlink()
-                # A process that was forked meanwhile keeps the file open, and the lock with it.
-                fcntl.flock(file, fcntl.LOCK_UN)
-            return
-
-
-def is_same(path: Path, file: os.stat_result) -> bool:
-    """Return whether a path still names a file, which may have been removed or replaced."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(path.lstat(), file)
-    return False
+    with open(os.open(path, flags, 0o600), "rb") as file:  # noqa: PTH123  a descriptor
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
+        yield
