@@ -234,7 +234,7 @@ def test_machine_problems(monkeypatch: pytest.MonkeyPatch) -> None:
         ('platform: "pytorch_libtorch"', ""),
         ('platform: "torch_aoti"', ""),
         ('platform: "ensemble"', "ensemble"),
-        ('platform: "pytorch_libtroch"', None),
+        ('backend: "PyTorch-Py"', None),
         ('backend: "torch-py-backend"', None),
         ("", None),
     ],

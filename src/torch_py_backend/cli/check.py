@@ -6,16 +6,16 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from torch_py_backend.config import execution_env, pbtxt, repository
-from torch_py_backend.config.pbtxt import Document
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import BackendError, ConfigError, ToolError, named
 from torch_py_backend.model_folders import creation
 from torch_py_backend.processes import child_process
@@ -41,17 +41,19 @@ def check(
     folders = repository.models(path.resolve())
     # With --json, standard output holds nothing but JSON. The status is shown on terminals only.
     console = Console(stderr=as_json, soft_wrap=True, highlight=False, emoji=False)
-    reports: list[dict[str, Any]] = []
+    outcomes = Counter[str]()
+    reports = []
     with console.status("") as status:
         for number, folder in enumerate(folders, 1):
             status.update(f"trying {escape(folder.name)} ({number} of {len(folders)})")
-            reports.append(_check_model(folder, timeout, traceback=traceback))
+            outcome, report = _check_model(folder, timeout, traceback=traceback)
+            outcomes[outcome] += 1
+            reports.append(report)
             if not as_json:
-                print_model(console, reports[-1])
+                print_model(console, outcome, report)
     problems = list(machine_problems())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
-    outcomes = Counter(map(_outcome, reports))
     outcomes["PROBLEM"] = len(problems)
     if as_json:
         typer.echo(json.dumps({"environment": problems, "models": reports}, indent=2))
@@ -76,13 +78,13 @@ def machine_problems() -> Iterator[str]:
         )
 
 
-def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
-    """Load a model in a child process, and return what `check --json` prints for it."""
+def _check_model(folder: Path, timeout: float, *, traceback: bool) -> tuple[str, JsonObject]:
+    """Load a model in a child process; return the outcome, and what `check --json` prints."""
     notes = []
     try:
         document = pbtxt.read(folder)
         if other := _other_backend(document):
-            return {"model": folder.name, "skipped": other}
+            return "SKIPPED", {"model": folder.name, "skipped": other}
         if execution_env.environment_path(document):
             notes.append(
                 f"{execution_env.KEY} names an environment; here the model is tried without it,"
@@ -94,28 +96,26 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
     except (BackendError, OSError) as error:
         known = error if isinstance(error, BackendError) else ConfigError(str(error))
         report = {"model": folder.name, "error": named(folder.name, known), "notes": notes}
-        return report | ({"traceback": known.traceback} if traceback else {})
-    return {"model": folder.name, "version": version, "notes": notes, **report}
+        if traceback:
+            report["traceback"] = known.traceback
+        return "FAILED", report
+    return "OK", {"model": folder.name, "version": version, "notes": notes, **report}
 
 
 def _other_backend(document: Document) -> str:
     """Return the other backend or platform that a config names; empty for this backend.
 
     Raises:
-        ConfigError: the config names neither, or another name with `torch` in it.
+        ConfigError: the config names neither, or the name of this backend in another spelling.
     """
     name = str(document["backend"] or document["platform"])
     if name in _BACKENDS:
         return ""
-    if not name or "torch" in name.lower():
+    # The package's name is taken for that of the backend.
+    if not name or name.lower().replace("-", "_") in (*_BACKENDS, "torch_py_backend"):
         found = f"config.pbtxt names the backend '{name}'"
         raise ConfigError(found, expected='the line backend: "pytorch_py"')
     return name
-
-
-def _outcome(report: Mapping[str, Any]) -> str:
-    """Return the word with which a model's lines begin."""
-    return "FAILED" if "error" in report else "SKIPPED" if "skipped" in report else "OK"
 
 
 def _print_outcome(console: Console, outcome: str, text: str) -> None:
@@ -123,9 +123,9 @@ def _print_outcome(console: Console, outcome: str, text: str) -> None:
     console.print(f"[{color}]{outcome:7}[/] {escape(text)}")
 
 
-def print_model(console: Console, report: Mapping[str, Any]) -> None:
+def print_model(console: Console, outcome: str, report: Document) -> None:
     """Print what `check` reports of a model; markup is on in the console."""
-    outcome, lines = _outcome(report), dict[str, Any]()
+    lines = {}
     if outcome == "SKIPPED":
         text = f"{report['model']}: served by {report['skipped']}"
     elif outcome == "FAILED":

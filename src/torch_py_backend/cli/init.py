@@ -70,7 +70,7 @@ def init(
         report = creation.create(target, artifact, entries, settings=settings, force=force)
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     console.print(f"made {target}", markup=False)
-    print_model(console, {"model": name, "version": "1", **report})
+    print_model(console, "OK", {"model": name, "version": "1", **report})
     serve = shlex.join(["torch-py-backend", "serve", str(parent)])
     console.print(f"next: {serve}", markup=False)
 

@@ -90,10 +90,6 @@ def _fetch_files(url: str, folder: Path, report: Callable[[str], None]) -> None:
     }
     if not present:
         raise FileNotFoundError("it holds no files")
-    for name in present:
-        path = (folder / name).resolve()
-        if not path.is_relative_to(folder.resolve()) or name == _FETCHED:
-            raise ValueError(f"the file {name!r} leads out of the folder")
     fetched = folder / _FETCHED
     before = {}
     if fetched.exists():
@@ -104,7 +100,9 @@ def _fetch_files(url: str, folder: Path, report: Callable[[str], None]) -> None:
     # Complete files get their names last: a fetch that fails leaves the files of the last one.
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         for name in changed:
-            path = Path(scratch, name)
+            path = Path(scratch, name).resolve()
+            if not path.is_relative_to(Path(scratch).resolve()):
+                raise ValueError(f"the file {name!r} leads out of the folder")
             path.parent.mkdir(parents=True, exist_ok=True)
             store.get_file(f"{root.rstrip('/')}/{name}", str(path))
         shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
