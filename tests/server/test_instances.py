@@ -150,15 +150,17 @@ def test_what_the_instances_of_a_model_do(tmp_path: Path) -> None:
     """They are idle if all are; those that are idle can be killed, and disregarded."""
     monitor = InstanceMonitor(tmp_path)
     with (
-        instance(tmp_path, "status.idle()") as idle,
+        instance(tmp_path, "status.report({'warnings': ['old']}); status.idle()") as idle,
         instance(tmp_path, "status.idle()", model="n") as other,
     ):
         monitor.check()
+        assert monitor.warnings("m") == ["old"]
         assert monitor.models_with_instances() == {"m", "n"}
         assert 0 < monitor.idle_seconds("m") < 60
         assert monitor.idle_seconds("unknown") == 0
         with instance(tmp_path, "pass") as loading, instance(tmp_path, "status.busy()") as busy:
             monitor.check()
+            assert monitor.warnings("m") == []  # of the newest
             assert monitor.idle_seconds("m") == 0
             monitor.disregard("m")
             monitor.kill_idle("m")

@@ -59,7 +59,6 @@ class FakeServer:
     ) -> None:
         self.states = dict.fromkeys(models, "")
         self.ensembles = ensembles or {}
-        self.failed_versions: dict[str, str] = {}
         self.pids: dict[str, int] = {}
         self.survivors: set[int] = set()
         self.failures: list[InstanceFailure] = []
@@ -95,10 +94,6 @@ class FakeServer:
             {"name": name, "version": "1" if state else "", "state": state, "reason": state}
             for name, state in self.states.items()
             if name not in self.unlisted or (state == _READY and name in instances)
-        ]
-        versions += [
-            {"name": name, "version": "2", "reason": reason}
-            for name, reason in self.failed_versions.items()
         ]
         return client.states(versions)
 
@@ -457,14 +452,9 @@ def test_a_server_that_does_not_answer_during_a_reload(during: str) -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True])
-@pytest.mark.parametrize("failed_version", [False, True])
-def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool, failed_version: bool) -> None:
-    """Also if Triton kills its process, or still reports that another version failed before."""
+def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool) -> None:
+    """Also if Triton kills its process."""
     server = _serving("a")
-    if failed_version:
-        server.failed_versions["a"] = "no such file"
-        server.advance(1)
-    server.expect()
     server.states["a"] = _UNLOADED
     if dies:
         server.die("a")

@@ -391,8 +391,12 @@ def _held(prefix: str) -> Iterator[None]:
         assert not waiting.is_alive()
 
 
-def test_serve_is_killed(tmp_path: Path) -> None:
-    """Kill -9 of serve ends all processes; the next start removes the folder and the regions."""
+def test_serve_or_tritonserver_is_killed(tmp_path: Path) -> None:
+    """Kill -9 of serve ends all processes; the next start removes the folder and the regions.
+
+    The death of tritonserver ends `serve`, with the signal's exit code: Kubernetes starts it again.
+    With --restrict, too.
+    """
     _model("steady").lay_out(tmp_path)
     _model("hangs", config=x_to_y(WARMUP="false")).lay_out(tmp_path)
     with serve(tmp_path) as served:
@@ -405,20 +409,32 @@ def test_serve_is_killed(tmp_path: Path) -> None:
             served.process.wait()
             assert living.all_end(family)
             assert regions(prefix)
-    with serve(tmp_path, triton=["--load-model=steady"]) as served:
+    key = {"TORCH_PY_BACKEND_ADMIN_KEY": "a secret"}
+    restricted = "--restrict=model-repository,health"
+    with serve(tmp_path, restricted, triton=["--load-model=steady"], **key) as served:
         served.wait_loaded()
         assert regions(prefix) == []
         assert not folder.exists()
+        _check_restrictions(served)
+        family, prefix = served.family(), served.prefix()
+        served.triton().send_signal(signal.SIGSEGV)
+        assert served.process.wait(60) == 128 + signal.SIGSEGV
+        assert living.all_end(family)
+        assert regions(prefix) == []
+        until(lambda: "tritonserver ended by SIGSEGV" in served.text, served)
 
 
-def _check_death(served: Supervised, number: signal.Signals) -> None:
-    """`serve` reports the death of tritonserver, cleans up and ends with the signal's exit code."""
-    family, prefix = served.family(), served.prefix()
-    served.triton().send_signal(number)
-    assert served.process.wait(60) == 128 + number
-    assert living.all_end(family)
-    assert regions(prefix) == []
-    until(lambda: f"tritonserver ended by {number.name}" in served.text, served)
+def _check_restrictions(served: Supervised) -> None:
+    """Clients without the key are refused; serve itself has it, and no other process."""
+    assert served.infer("steady", 1.0) == [-1.0] * 4
+    assert served.ask("/live")[0] == 200
+    for one in served.family():
+        assert "a secret" not in one.environ().values(), living.command(one)
+    with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+        with pytest.raises(InferenceServerException, match="restricted"):
+            client.unload_model("steady")
+        client.unload_model("steady", headers={"triton-grpc-protocol-admin-key": "a secret"})
+    until(lambda: served.ask("/ready/steady")[0] == 404, served)
 
 
 def test_sigterm_under_load(tmp_path: Path) -> None:
@@ -439,28 +455,6 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
         assert served.process.wait(60) == 0
         assert living.all_end(family)
         assert regions(prefix) == []
-
-
-def test_restricted_endpoints(tmp_path: Path) -> None:
-    """--restrict closes endpoints to clients without the key; serve itself has it.
-
-    The death of tritonserver ends `serve`: Kubernetes starts it again.
-    """
-    _model("steady").lay_out(tmp_path)
-    key = {"TORCH_PY_BACKEND_ADMIN_KEY": "a secret"}
-    with serve(tmp_path, "--restrict=model-repository,health", **key) as served:
-        served.wait_loaded()
-        assert served.infer("steady", 1.0) == [-1.0] * 4
-        assert served.ask("/live")[0] == 200
-        for one in served.family():
-            assert "a secret" not in one.environ().values(), living.command(one)
-        with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
-            with pytest.raises(InferenceServerException, match="restricted"):
-                client.unload_model("steady")
-            sent = {"triton-grpc-protocol-admin-key": "a secret"}
-            client.unload_model("steady", headers=sent)
-        until(lambda: served.ask("/ready/steady")[0] == 404, served)
-        _check_death(served, signal.SIGSEGV)
 
 
 def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
