@@ -345,7 +345,7 @@ def test_a_crash_loop_at_start_up() -> None:
     delays = ["in 1 s", "in 2 s", "in 4 s", "in 8 s", "in 16 s", "in 32 s", *["in 60 s"] * 2]
     for attempt, (text, delay) in enumerate(zip(texts, delays, strict=False), 2):
         assert text.endswith(f"; loading it again {delay} (attempt {attempt} of 9)")
-    says = "loaded again 9 times without success, stays down until it is loaded through Triton's"
+    says = "no attempts are left, stays down until it is loaded through Triton's API"
     assert says in texts[-1]
     assert len(texts) == len(delays) + 1
 
@@ -517,24 +517,19 @@ def test_a_user_s_load_that_is_refused() -> None:
     server.after(1, "READY a 1")
 
 
-def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
-    """Until it ends, the model is being loaded; then the reason is that of the death."""
+def test_a_user_s_load_that_dies() -> None:
+    """The death is reported; a version that serves goes on, else Triton's reason counts."""
     server = _serving("a")
+    server.die("a", _TIMEOUT, in_load=True)
+    server.after(2, "FAILED a 1")
     server.states["a"] = ""  # Triton's LOADING
     server.after(2, not_ready={"a": "is being loaded"})
     server.die("a", _TIMEOUT, in_load=True)
     server.step()
     server.states["a"] = str(_DEAD)
-    server.after(2, "FAILED a 1", "", {"a": f"stays down: {_TIMEOUT}"})
+    server.after(2, "FAILED a, FAILED a 1", "", {"a": f"stays down: {_DEAD}"})
     server.start("a")
     server.after(2, "READY a 1")
-
-
-def test_a_user_s_load_that_dies_while_another_version_serves() -> None:
-    """It is reported, as Triton's index shows nothing of it."""
-    server = _serving("a")
-    server.die("a", _TIMEOUT, in_load=True)
-    server.after(2, "FAILED a 1")
 
 
 # --- models whose files change ---------------------------------------------------------------

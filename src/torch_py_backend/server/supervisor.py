@@ -247,8 +247,7 @@ class Supervisor:
         if model.phase is Phase.SERVING and now - model.since >= _STABLE_AFTER_S:
             model.attempts = 0
         if model.attempts >= self._restarts:
-            times = "once" if model.attempts == 1 else f"{model.attempts} times"
-            self._give_up(model, reason, f"; loaded again {times} without success, {_STAYS_DOWN}")
+            self._give_up(model, reason, f"; no attempts are left, {_STAYS_DOWN}")
         else:
             model.attempts += 1
             # None before the first attempt, then 1, 2, 4 and so on.
@@ -351,7 +350,6 @@ class Supervisor:
                 model.due = 0.0
                 model.attempts += 1
         elif self._is_ready(name):
-            model.death = ""
             if not is_serving and not model.is_dead:
                 self._serve(model, self._client.config(name) or {}, "loaded through Triton's API")
                 model.attempts = 0
@@ -359,7 +357,7 @@ class Supervisor:
             del self._models[name]
             self._report("RELEASED", name, "unloaded through Triton's API; not loaded again")
         elif is_serving and state is not None and state.reason:
-            self._give_up(model, model.death or state.reason, kind="FAILED")
+            self._give_up(model, state.reason, kind="FAILED")
 
     def _missing_part(self, model: ModelRecord) -> str:
         """Return the part of an ensemble that failed and does not serve again; empty: none."""
@@ -379,11 +377,8 @@ class Supervisor:
         if model is not None and model.phase is Phase.LOADING:
             model.death = model.death or reason
         elif failure.in_load:
-            # A load through Triton's API: Triton reports its failure if nothing serves.
-            if model is not None and not self._is_ready(name):
-                model.death = reason
-            else:
-                self._report("FAILED", name, reason)
+            # A load through Triton's API; `_observe` notices if nothing serves after it.
+            self._report("FAILED", name, reason)
         elif model is None or model.phase is not Phase.SERVING or state is None or state.unloaded:
             return  # it was reported already, or a user has unloaded it
         elif failure.identity.copied:
