@@ -8,7 +8,7 @@ import torch
 from torch_py_backend import errors
 from torch_py_backend.errors import (
     BackendError,
-    LoadError,
+    ModelError,
     join_names,
     summarize,
 )
@@ -45,9 +45,9 @@ def test_codes() -> None:
 )
 def test_message(found: str, expected: str, cure: str, message: str) -> None:
     """A message says what was found, what was expected and what to do; `about` adds the model."""
-    error = LoadError(found, expected=expected, cure=cure)
+    error = ModelError(found, expected=expected, cure=cure)
     assert str(error) == message
-    with pytest.raises(LoadError) as raised, errors.about("digits"):
+    with pytest.raises(ModelError) as raised, errors.about("digits"):
         raise error
     assert str(raised.value) == f"model 'digits': {message}"
 

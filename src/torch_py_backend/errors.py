@@ -16,8 +16,6 @@ class BackendError(Exception):
     """Root of the tree.
 
     Attributes:
-        found: what is wrong.
-        cure: what to do.
         traceback: the traceback of the cause, for the log; never sent to clients.
         reported: whether the error of a request is written to the log: not if its client caused it.
     """
@@ -25,6 +23,14 @@ class BackendError(Exception):
     code = "INTERNAL"
     traceback = ""
     reported = False
+
+
+class ToolError(BackendError):
+    """A command or a server fails. The message is complete: it is not about one model."""
+
+
+class ModelError(BackendError):
+    """An error about one model: what was `found`, what was `expected`, and the `cure`."""
 
     def __init__(self, found: str, *, expected: str = "", cure: str = "") -> None:
         self.found, self.cure = found, cure
@@ -34,11 +40,7 @@ class BackendError(Exception):
         super().__init__(f"{problem} {cure}" if cure else problem)
 
 
-class ToolError(BackendError):
-    """A command or a server fails: the message is not about one model."""
-
-
-class LoadError(BackendError):
+class LoadError(ModelError):
     """The model cannot be served; the load fails with this message."""
 
 
@@ -58,24 +60,24 @@ class PlatformError(LoadError):
     """This process lacks what the model needs: a GPU, a matching numpy."""
 
 
-class SaveError(BackendError):
+class SaveError(ModelError):
     """A module cannot be saved as a model folder."""
 
 
-class InputError(BackendError):
+class InputError(ModelError):
     """A request is invalid."""
 
     code = "INVALID_ARG"
 
 
-class ForwardError(BackendError):
+class ForwardError(ModelError):
     """The model's own code, or a hook, raised in the function `called`."""
 
     def __init__(self, error: BaseException, called: str = "forward") -> None:
         super().__init__(f"{called}() raised {summarize(error)}")
 
 
-class CallError(BackendError):
+class CallError(ModelError):
     """A call of the model `called` failed; `code` is that of its response."""
 
     def __init__(
@@ -85,18 +87,18 @@ class CallError(BackendError):
         self.code = code
 
 
-class OutputError(BackendError):
+class OutputError(ModelError):
     """The result of forward() does not match the config."""
 
 
-class InternalError(BackendError):
+class InternalError(ModelError):
     """The backend itself failed."""
 
     def __init__(self) -> None:
         super().__init__("the backend raised an unexpected error", cure="See the server's log.")
 
 
-class UnavailableError(BackendError):
+class UnavailableError(ModelError):
     """The instance cannot answer; another one may be able to."""
 
     code = "UNAVAILABLE"
@@ -111,7 +113,7 @@ class OutOfMemoryError(UnavailableError):
         )
 
 
-class CancelledError(BackendError):
+class CancelledError(ModelError):
     """A request was cancelled before it ran, or during its stream."""
 
     code = "CANCELLED"
