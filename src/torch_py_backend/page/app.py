@@ -83,7 +83,7 @@ class Page:
         routes = [
             Route("/live", self._live),
             Route("/ready", self._ready),
-            Route("/ready/{model}", self._model_ready),
+            Route("/ready/{model}", self._ready),
         ]
         # The connections of this page, in the order of their arrival.
         opened: collections.deque[_Connection] = collections.deque()
@@ -116,34 +116,28 @@ class Page:
         self._thread.join()
 
     async def _live(self, _request: Request) -> Response:
-        return _response("live", self._problem())
+        return _response("live", _problem(self._snapshot()))
 
-    async def _ready(self, _request: Request) -> Response:
-        models = self._snapshot().models
-        reasons = {name: sanitize_line(reason) for name, reason in models.items() if reason}
-        problem = self._stopping() or self._problem()
-        reason = problem or ("models do not serve" if reasons else "")
-        return _response("ready", reason, models=reasons)
-
-    async def _model_ready(self, request: Request) -> Response:
+    async def _ready(self, request: Request) -> Response:
         snapshot = self._snapshot()
-        model = request.path_params["model"]
-        problem = self._stopping() or self._problem()
-        if not problem and model not in snapshot.models:
-            reason = "no such model should serve"
-            return _response("ready", reason, HTTPStatus.NOT_FOUND)
+        problem = "the server is being stopped" if self.stopping else _problem(snapshot)
+        if problem:
+            return _response("ready", problem)
+        model = request.path_params.get("model")
+        if model is None:
+            models = snapshot.models.items()
+            reasons = {name: sanitize_line(reason) for name, reason in models if reason}
+            return _response("ready", "models do not serve" if reasons else "", models=reasons)
+        if model not in snapshot.models:
+            return _response("ready", "no such model should serve", HTTPStatus.NOT_FOUND)
         warnings = [sanitize_line(text) for text in snapshot.warnings.get(model, ())]
-        reason = problem or sanitize_line(snapshot.models[model])
-        return _response("ready", reason, warnings=warnings)
+        return _response("ready", sanitize_line(snapshot.models[model]), warnings=warnings)
 
-    def _stopping(self) -> str:
-        return "the server is being stopped" if self.stopping else ""
 
-    def _problem(self) -> str:
-        """Return the problem of the whole server, if any."""
-        snapshot = self._snapshot()
-        is_stale = snapshot.at and time.monotonic() - snapshot.at > _STALE_S
-        return snapshot.problem or ("the models are no longer monitored" if is_stale else "")
+def _problem(snapshot: Snapshot) -> str:
+    """Return the problem of the whole server; empty: there is none."""
+    is_stale = snapshot.at and time.monotonic() - snapshot.at > _STALE_S
+    return snapshot.problem or ("the models are no longer monitored" if is_stale else "")
 
 
 def _response(
