@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tritonclient.grpc
@@ -29,6 +29,8 @@ from torch_py_backend.server.supervisor import Event
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# Arrays by the names of the outputs.
+Outputs: TypeAlias = dict[str, NDArray[Any]]
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -185,7 +187,7 @@ class LocalServer:
         self._check_started()
         return tritonclient.grpc.InferenceServerClient(self.grpc_address)
 
-    def infer(self, model: str, inputs: Any, *, version: str = "") -> dict[str, NDArray[Any]]:
+    def infer(self, model: str, inputs: Any, *, version: str = "") -> Outputs:
         """Send one request, and return the outputs by name.
 
         Args:
@@ -208,7 +210,7 @@ class LocalServer:
 
     def stream(
         self, model: str, inputs: Any, *, version: str = "", timeout: float | None = None
-    ) -> Iterator[dict[str, NDArray[Any]]]:
+    ) -> Iterator[Outputs]:
         """Send one request to a decoupled model, and yield the outputs of each response.
 
         The request is cancelled when the iterator is closed.
@@ -277,7 +279,7 @@ def _report(line: str | Event) -> None:
         print(line, file=sys.stderr)  # noqa: T201
 
 
-def _outputs(result: Any) -> dict[str, NDArray[Any]]:
+def _outputs(result: Any) -> Outputs:
     names = [output.name for output in result.get_response().outputs]
     return {name: result.as_numpy(name).copy() for name in names}  # they are read-only
 

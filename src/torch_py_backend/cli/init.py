@@ -6,13 +6,14 @@ import re
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from torch_py_backend.cli.check import print_model
 from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ToolError, about
 from torch_py_backend.model_folders import archive, artifact_files, creation
 
@@ -61,7 +62,7 @@ def init(
     name = name or (absolute.name if absolute.is_dir() else absolute.stem)
     parent = repository or Path("models" if model_file.is_dir() else "")
     target = parent.absolute() / name
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     with about(name), tempfile.TemporaryDirectory(prefix="torch-py-backend-") as scratch:
         if absolute.suffix == ".mar":
             absolute, settings = archive.unpack(absolute, Path(scratch))
@@ -75,7 +76,7 @@ def init(
     console.print(f"next: {serve}", markup=False)
 
 
-def _parse_input(text: str) -> dict[str, Any]:
+def _parse_input(text: str) -> JsonObject:
     """Return the entry of config.pbtxt for NAME:TYPE:DIMS."""
     match = _INPUT.fullmatch(text)
     types = {dtype.triton: dtype for dtype in dtypes.TABLE}

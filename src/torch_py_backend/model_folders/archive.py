@@ -6,8 +6,8 @@ import json
 import re
 import zipfile
 from pathlib import Path
-from typing import Any
 
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ArtifactError, printable, summarize
 
 # The handlers of TorchServe itself, which are not part of an archive.
@@ -18,7 +18,7 @@ _BATCH_SETTING = re.compile(
 )
 
 
-def unpack(archive: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+def unpack(archive: Path, folder: Path) -> tuple[Path, JsonObject]:
     """Unpack an archive of torch-model-archiver, which has TorchScript or class and weights.
 
     Returns:
@@ -49,7 +49,7 @@ def unpack(archive: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
             " inference() into forward() of a module in model.py: see docs/migrate.md.",
         )
     numbers = {key: int(digits) for key, digits in _BATCH_SETTING.findall(text)}
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     if "batchSize" in numbers:
         settings["max_batch_size"] = max(1, numbers["batchSize"])
     if "maxBatchDelay" in numbers:

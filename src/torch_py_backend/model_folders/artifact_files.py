@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import discovery, source_dependencies
 from torch_py_backend.loading.discovery import ArtifactType
@@ -31,7 +31,7 @@ class ArtifactFiles:
 
     files: Mapping[str, Path]
     parameters: Mapping[str, str] = field(default_factory=dict)
-    pretrained_config: Mapping[str, Any] = field(default_factory=dict)
+    pretrained_config: Document = field(default_factory=dict)
 
 
 def find(path: Path, example: Path | None) -> ArtifactFiles:
@@ -87,7 +87,7 @@ def _pretrained(folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
     return ArtifactFiles({**files, **extra}, factory, config)
 
 
-def pretrained_kwargs(arguments: Iterable[str]) -> dict[str, Any]:
+def pretrained_kwargs(arguments: Iterable[str]) -> JsonObject:
     """Return arguments of a transformers model without which it would return its cache.
 
     The cache is an object, which cannot be an output. The argument of `forward()` that takes it is
@@ -97,9 +97,9 @@ def pretrained_kwargs(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def pretrained_inputs(
-    config: Mapping[str, Any],
+    config: Document,
     arguments: Sequence[str],
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the inputs of a transformers model that takes tokens; empty for other models.
 
     They follow from the contents of config.json and the arguments of `forward()`.

@@ -13,18 +13,20 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from torch_py_backend import files
 from torch_py_backend.errors import ToolError, about, printable
 from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.processes import private_files
 
+Report: TypeAlias = Callable[[str], None]
 _HUB = "hf://"
 _FETCHED = ".fetched.json"
 _LONGEST = 300
 
 
-def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
+def local(url: str, cache: Path | None, report: Report) -> Path:
     """Return the local folder of a model repository: the path itself, or what is fetched.
 
     If the store fails, the files that were fetched last are used.
@@ -69,7 +71,7 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
     return folder
 
 
-def _fetch_model(url: str, folder: Path, report: Callable[[str], None]) -> None:
+def _fetch_model(url: str, folder: Path, report: Report) -> None:
     """Fetch a repository of the Hugging Face hub, whose library skips files that are the same."""
     import huggingface_hub  # noqa: PLC0415  only some users have it
 
@@ -79,7 +81,7 @@ def _fetch_model(url: str, folder: Path, report: Callable[[str], None]) -> None:
     (folder / _FETCHED).write_text("{}")
 
 
-def _fetch_files(url: str, folder: Path, report: Callable[[str], None]) -> None:
+def _fetch_files(url: str, folder: Path, report: Report) -> None:
     import fsspec  # noqa: PLC0415  only some users have it
 
     store, root = fsspec.url_to_fs(url)

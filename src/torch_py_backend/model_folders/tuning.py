@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from torch_py_backend.config import model_config, pbtxt
-from torch_py_backend.config.pbtxt import Document
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import LoadError
 from torch_py_backend.processes import child_process
 
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
     title: str
     parameters: Mapping[str, str]
-    figures: Mapping[str, Any]
+    figures: Document
     failure: str = ""
 
 
@@ -98,7 +98,7 @@ def candidates(folder: Path, version: str, document: Document, *, reduced: bool)
             yield Row(title, parameters, {}, failure=str(error))
 
 
-def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, Any]:
+def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> JsonObject:
     """Measure a candidate, in a child process.
 
     The candidate is loaded first, when the process has not compiled anything yet.
