@@ -265,7 +265,7 @@ def start(
     tmp_path: Path, process: None, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., TritonPythonModel]:
     """A function that starts a model in a server."""
-    monkeypatch.setattr(composition, "_transport", composition._StandIns({}))
+    monkeypatch.setattr(composition, "_transport", composition.Transport())
 
     def start(code: str, **options: dict[str, str]) -> TritonPythonModel:
         (tmp_path / "1").mkdir()

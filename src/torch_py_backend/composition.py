@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch_py_backend.errors import CallError, join_names
 
@@ -49,8 +49,7 @@ class Model:
         Raises:
             CallError: the model does not exist, refuses the inputs, fails, or exceeds the timeout.
         """
-        count_call()
-        return _transport.send(self, inputs)
+        return _counted().send(self, inputs)
 
     async def asynchronously(self, /, **inputs: object) -> Results:
         """Call the model from asyncio code; several calls can run at the same time.
@@ -58,8 +57,7 @@ class Model:
         Raises:
             CallError: as for a synchronous call.
         """
-        count_call()
-        return await _transport.send_async(self, inputs)
+        return await _counted().send_async(self, inputs)
 
 
 model = Model
@@ -67,41 +65,34 @@ model = Model
 calls = 0
 
 
-def count_call() -> None:
-    """Count a call of another model."""
-    global calls  # noqa: PLW0603  as `_transport`
-    calls += 1
+class Transport:
+    """Sends calls to their models: here to functions, on a server to Triton."""
 
-
-class Transport(Protocol):
-    """Sends calls to their model."""
-
-    def send(self, called: Model, inputs: Mapping[str, object]) -> Results: ...
-
-    async def send_async(self, called: Model, inputs: Mapping[str, object]) -> Results: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _StandIns:
-    """Calls functions instead of models, and refuses calls of other models: there is no server."""
-
-    functions: Mapping[str, Callable[..., Results]]
+    def __init__(self, functions: Mapping[str, Callable[..., Results]] | None = None) -> None:
+        self._functions = functions or {}
 
     def send(self, called: Model, inputs: Mapping[str, object]) -> Results:
-        if called.name not in self.functions:
+        if called.name not in self._functions:
             raise CallError(
                 called.name,
                 f"it was called with {join_names(inputs) or 'no inputs'} where no server executes"
                 " requests: while a model loads, in `check`, or in a test",
                 cure="In a test, replace the model with torch_py_backend.composition.stand_in.",
             )
-        return self.functions[called.name](**inputs)
+        return self._functions[called.name](**inputs)
 
     async def send_async(self, called: Model, inputs: Mapping[str, object]) -> Results:
         return self.send(called, inputs)
 
 
-_transport: Transport = _StandIns({})
+_transport = Transport()
+
+
+def _counted() -> Transport:
+    """Count a call, and return what sends it."""
+    global calls  # noqa: PLW0603  as `_transport`
+    calls += 1
+    return _transport
 
 
 def set_transport(transport: Transport) -> None:
@@ -119,7 +110,7 @@ def stand_in(functions: Mapping[str, Callable[..., Results]]) -> Iterator[None]:
             and returns a dict of outputs.
     """
     before = _transport
-    set_transport(_StandIns(functions))
+    set_transport(Transport(functions))
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
 from torch_py_backend.adapter import messages
-from torch_py_backend.composition import Model, Results
+from torch_py_backend.composition import Model, Results, Transport
 from torch_py_backend.errors import CallError, a_type, sanitize_line
 from torch_py_backend.values import Value, to_column
 
@@ -24,7 +24,7 @@ _PASSED_ON = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED")
 _CHOSEN_BY_TRITON = -1
 
 
-class ModelCaller:
+class ModelCaller(Transport):
     """Sends calls of other models to Triton.
 
     Args:
@@ -33,6 +33,7 @@ class ModelCaller:
     """
 
     def __init__(self, own: str, trace: Callable[[], Any] = lambda: None) -> None:
+        super().__init__()
         self._own = own
         self._trace = trace
 

@@ -255,19 +255,13 @@ def _ignore(key: str) -> None:
     log.warning("the parameter %s %s", key, problem)
 
 
-def refusal(key: str, value: str, accepted: str, cure: str = "") -> ConfigError:
-    """Return the error of a parameter whose value is not accepted."""
-    return ConfigError(
-        f"the parameter {key} is '{value}'",
-        expected=accepted,
-        cure=cure or "Correct it in config.pbtxt.",
-    )
-
-
 def _parse_value(key: str, parser: Parser, text: str) -> object:
     try:
         return parser.parse(text)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         is_json = isinstance(error, json.JSONDecodeError)
-        accepted = parser.accepted + (f" (JSON says: {error})" if is_json else "")
-        raise refusal(key, text, accepted, removed_names.advice_for_value(key, text)) from None
+        raise ConfigError(
+            f"the parameter {key} is '{text}'",
+            expected=parser.accepted + (f" (JSON says: {error})" if is_json else ""),
+            cure=removed_names.advice_for_value(key, text) or "Correct it in config.pbtxt.",
+        ) from None

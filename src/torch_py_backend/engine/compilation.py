@@ -214,7 +214,7 @@ def _obstacle(folder: Path) -> str:
     """Create a folder if it is missing, and return why it cannot be used; empty: it can be."""
     try:
         private_files.create(folder)
-        if not os.access(folder, os.W_OK):
+        if not os.access(folder, os.W_OK, effective_ids=True):
             return "this process may not write to it"
         return private_files.tree_risk(folder)
     except OSError as error:
