@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import commands
@@ -27,6 +27,8 @@ _SERVING = re.compile(
     r"serving on http://(?P<http>\S+) and grpc://(?P<grpc>\S+);"
     r" metrics on http://(?P<metrics>\S+)/metrics, readiness on http://(?P<health>\S+)/ready"
 )
+# Why a block that downloads a model is not run.
+DOWNLOADS = "downloads a model"
 # How long loads are kept up: the figures are nobody's.
 _SECONDS = 280
 _POLL_SECONDS = 0.1
@@ -52,9 +54,15 @@ def _starts_server(block: Block) -> bool:
     return any(words[:2] == ["torch-py-backend", "serve"] for words in commands.lines(block))
 
 
-def follow(page: Path, folder: Path) -> None:
-    """Do what a page says in an empty folder, and stop the server that it started."""
-    reader = _Reader(folder)
+def follow(page: Path, folder: Path, downloads: Mapping[str, str] | None = None) -> None:
+    """Do what a page says in a folder, and stop the server that it started.
+
+    Args:
+        page: the page.
+        folder: an empty folder, or one with what the page downloads.
+        downloads: local names for what is downloaded; None: blocks that download are skipped.
+    """
+    reader = _Reader(folder, downloads)
     try:
         reader.follow(page)
     finally:
@@ -62,8 +70,9 @@ def follow(page: Path, folder: Path) -> None:
 
 
 class _Reader:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, downloads: Mapping[str, str] | None) -> None:
         self._folder = folder
+        self._downloads = downloads
         self._printed = ""
         self._server: subprocess.Popen[bytes] | None = None
         self._addresses: dict[str, str] = {}
@@ -77,6 +86,11 @@ class _Reader:
                 path.write_text(block.text, encoding="utf-8")
             elif block.title == PRINTS:
                 _compare(block, self._printed)
+            elif self._downloads and block.reason == DOWNLOADS:
+                text = block.text
+                for name, local in self._downloads.items():
+                    text = text.replace(name, local)
+                self._printed = self._run(block, sys.executable, "-c", text)
             elif block.runs and block.language == "python":
                 self._printed = self._run(block, sys.executable, "-c", self._here(block.text))
             elif block.runs:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import documentation
 import pytest
@@ -17,3 +19,19 @@ _PAGES = [page for page in documentation.PAGES if walkthrough.serves(page)]
 def test_page(page: Path, tmp_path: Path) -> None:
     """A page, followed in an empty folder, ends with the answers that it promises."""
     walkthrough.follow(page, tmp_path)
+
+
+def test_readme(tmp_path: Path) -> None:
+    """README's first example prints what it says, with a model of the same class and no network."""
+    transformers: Any = importlib.import_module("transformers")
+    tokenizers: Any = importlib.import_module("tokenizers")
+    words = tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "film": 2}, "[UNK]")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="[PAD]"
+    )
+    tokenizer.save_pretrained(tmp_path / "local")
+    settings = transformers.DistilBertConfig(vocab_size=3, dim=16, hidden_dim=32, n_heads=2)
+    model = transformers.DistilBertForSequenceClassification(settings)
+    model.save_pretrained(tmp_path / "local")
+    name = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
+    walkthrough.follow(documentation.ROOT / "README.md", tmp_path, {name: "local"})
