@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -242,13 +242,16 @@ def _with_varying(
     other_dims = {spec.name: spec.dims for spec in others}
     varying = []
     for spec in outputs:
-        changed = other_dims.get(spec.name, ())
-        if len(changed) == len(spec.dims):
-            sizes = zip(spec.dims, changed, strict=True)
-            dims = tuple(size if size == other else -1 for size, other in sizes)
-            spec = dataclasses.replace(spec, dims=dims)  # noqa: PLW2901
-        varying.append(spec)
+        sizes = zip(spec.dims, other_dims.get(spec.name, ()), strict=False)
+        differ = {dim for dim, (size, other) in enumerate(sizes) if size != other}
+        varying.append(with_any_size(spec, differ))
     return tuple(varying)
+
+
+def with_any_size(spec: TensorSpec, dims: Collection[int]) -> TensorSpec:
+    """Return a spec with -1 for some of its dims."""
+    sizes = (-1 if dim in dims else size for dim, size in enumerate(spec.dims))
+    return dataclasses.replace(spec, dims=tuple(sizes))
 
 
 def entries(specs: Iterable[TensorSpec], *, batched: bool) -> list[JsonObject]:

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from torch_py_backend.autocomplete import schema
-from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import SaveError, a_type, summarize
 from torch_py_backend.model_folders import artifact_files
@@ -84,7 +83,7 @@ def from_arguments(
         item = {name: torch.atleast_1d(value) for name, value in item.items()}
         outputs = {name: torch.atleast_1d(value) for name, value in outputs.items()}
     size = _batch_size(item, max_batch_size) if batched else 0
-    specs = [_with_dynamic(spec, dynamic[spec.name]) for spec in schema.of_values(item)]
+    specs = [schema.with_any_size(spec, dynamic[spec.name]) for spec in schema.of_values(item)]
     return Example({**item}, schema.entries(specs, batched=batched), size, tree, outputs)
 
 
@@ -188,9 +187,3 @@ def _dynamic_dims(shapes: Any, keys: Sequence[int | str]) -> set[int]:
     sizes = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
     fixed = (None, torch.export.Dim.STATIC)
     return {dim for dim, size in sizes if size not in fixed and type(size) is not int}
-
-
-def _with_dynamic(spec: TensorSpec, dynamic: set[int]) -> TensorSpec:
-    """Return the spec of an input whose dimensions in a set have any size."""
-    dims = (-1 if dim in dynamic else size for dim, size in enumerate(spec.dims))
-    return replace(spec, dims=tuple(dims))

@@ -28,14 +28,7 @@ _INSTALLED = [
 ]
 
 
-def write(
-    folder: Path,
-    stem: str,
-    value: type,
-    name: str,
-    *,
-    write_out: bool = False,
-) -> None:
+def write(folder: Path, stem: str, value: type, name: str, *, write_out: bool = False) -> None:
     """Write a source file, `stem`.py, that has a class by a name, after a user's own such file.
 
     With `write_out`, the source of a class of a script or notebook is written into the file.
@@ -47,9 +40,9 @@ def write(
     elif write_out and value.__module__ == _MAIN:
         lines = _written_out(folder, stem, value, name)
     else:
-        place = "a function" if local else "a script or a notebook"
         raise SaveError(
-            f"{value.__qualname__} is defined in {place}, which cannot be imported",
+            f"{value.__qualname__} cannot be imported: it is defined in a script, a notebook or a"
+            " function",
             cure=_CURE,
         )
     path = folder / f"{stem}.py"
@@ -57,13 +50,7 @@ def write(
     path.write_text(own + lines, encoding="utf-8")
 
 
-def _imported(
-    folder: Path,
-    stem: str,
-    name: str,
-    module: str,
-    attribute: str,
-) -> str:
+def _imported(folder: Path, stem: str, name: str, module: str, attribute: str) -> str:
     """Return the import of a value, after copying the files of a module that is not installed."""
     file = getattr(sys.modules.get(module), "__file__", None)
     path = Path(file or sys.executable).absolute()
