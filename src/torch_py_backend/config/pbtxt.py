@@ -59,9 +59,12 @@ def lines(field: str, value: Any) -> list[str]:
     return [text_format.MessageToString(message, **style) for message in messages]
 
 
-def parameters(options: Mapping[str, str]) -> JsonObject:
-    """Return options as the parameters of a document."""
-    return {key: {"string_value": value} for key, value in options.items()}
+def parameters(options: Mapping[str, object]) -> JsonObject:
+    """Return options as the parameters of a document; what is not a str is written as JSON."""
+    return {
+        key: {"string_value": value if isinstance(value, str) else json.dumps(value)}
+        for key, value in options.items()
+    }
 
 
 def model_dims(entry: Document) -> list[int]:

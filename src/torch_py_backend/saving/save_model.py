@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -95,11 +93,13 @@ def save_model(
     creation.check_name(target.name)
     with about(target.name):
         _check(module, format)
-        pretrained = format in (None, "module") and _is_pretrained(module)
+        package = type(module).__module__.partition(".")[0]
+        pretrained = package == "transformers" and hasattr(module, "save_pretrained")
+        pretrained = pretrained and format in (None, "module")
         formats: tuple[Format, ...] = (format,) if format else ("module", "export")
         if processor is not None or model_kwargs or pretrained:
             formats = (format or "module",)
-        elif type(module).__module__.startswith("torch."):  # such as nn.Sequential
+        elif package == "torch":  # such as nn.Sequential
             formats = (format or "export",)
         own, request = _hooks_of(module, processor, hooks, pretrained=pretrained)
         new_folder = creation.new_folder(target, force=overwrite)
@@ -118,17 +118,13 @@ def save_model(
                 arguments = introspection.from_function(module.forward).named
                 kwargs = artifact_files.pretrained_kwargs(arguments) | kwargs
             files = ModuleFiles(module, example, dynamic_shapes, kwargs, pretrained, processor, own)
-            options = {
-                key: value if isinstance(value, str) else json.dumps(value)
-                for key, value in (parameters or {}).items()
-            }
             on_gpu = any(weight.is_cuda for weight in module.parameters())
             kind = "KIND_GPU" if on_gpu else "KIND_CPU"
             document = {
                 **pbtxt.read(folder),
                 "max_batch_size": example.max_batch_size,
                 "input": example.entries,
-                "parameters": pbtxt.parameters(options),
+                "parameters": pbtxt.parameters(parameters or {}),
                 "instance_group": [{"kind": kind, "count": instances}],
             }
             _write(folder, files, formats, document)
@@ -158,16 +154,6 @@ def _write(folder: Path, files: ModuleFiles, formats: Sequence[Format], document
         return
     for warning in report["warnings"]:
         log.warning("model '%s': %s", folder.name, warning)
-
-
-def _is_pretrained(module: object) -> bool:
-    """Return whether a module's class is one of transformers, whose models have save_pretrained."""
-    transformers = sys.modules.get("transformers.modeling_utils")  # not imported for this
-    return (
-        transformers is not None
-        and isinstance(module, transformers.PreTrainedModel)
-        and type(module).__module__.startswith("transformers.")
-    )
 
 
 def _hooks_of(
