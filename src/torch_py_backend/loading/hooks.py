@@ -194,7 +194,8 @@ def _create_hook(instance: object, name: str) -> Hook:
     """Return the hook of this name; TypeError if it takes other arguments."""
     hook = Hook(name, getattr(instance, name))
     if not name.startswith("preprocess"):  # that takes inputs by name, which are bound later
-        inspect.signature(hook.with_parameters({})).bind("items or result")
+        parameters = {ARGUMENT: None} if hook.takes_parameters else {}
+        inspect.signature(hook.method).bind("items or result", **parameters)
     return hook
 
 
