@@ -1274,7 +1274,7 @@ LOAD_ERRORS = (
         "whole_module",
         saved(nn.Linear(4, 4)),
         _X_TO_Y,
-        "model.pt is a state_dict, or a pickled module",
+        "model.pt is weights without code, or a pickled module",
         "Save module.state_dict()",
     ),
     refused(

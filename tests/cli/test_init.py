@@ -291,7 +291,7 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
         ({}, ["--example=none"], "/none"),
         ({}, ["--repository=/dev/null/models"], "/dev/null"),
         *(({}, [f"--name={name}"], f"the model's name is '{name}'") for name in _BAD_NAMES),
-        ({"w.safetensors": _WEIGHTS}, [], "is safetensors: weights without code"),
+        ({"w.safetensors": _WEIGHTS}, [], "is weights without code"),
         ({"a [red] b.pt": b"PNG"}, ["--repository=new"], "a [red] b.pt is not a PyTorch file"),
         # what the config.json of a folder names is a class of transformers
         *(

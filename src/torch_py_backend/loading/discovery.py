@@ -36,12 +36,11 @@ class Misfit(NamedTuple):
     cure: str
 
 
-_CLASS = "Put the class that it belongs to in {stem}.py beside it."
-STATE_DICT = Misfit(
-    "a state_dict, or a pickled module",
-    f"{_CLASS} Save module.state_dict(): pickled modules can run any code and are not loaded.",
+WEIGHTS = Misfit(
+    "weights without code, or a pickled module",
+    "Put the class that it belongs to in {stem}.py beside it. Save module.state_dict(): pickled"
+    " modules can run any code and are not loaded.",
 )
-SAFETENSORS = Misfit("safetensors: weights without code", _CLASS)
 GIT_LFS = Misfit(
     "a git-lfs pointer, not the file that it stands for", "Fetch the file with `git lfs pull`."
 )
@@ -142,12 +141,16 @@ def _from_file(config: ModelConfig, path: Path) -> Artifact:
     if isinstance(kind, ArtifactType):
         return Artifact(kind, path)
     source = path.with_suffix(".py")
-    if kind is STATE_DICT and source.is_file():
+    if kind is WEIGHTS and source.is_file():
         return _with_weights(config, ArtifactType.MODULE, source)
-    raise ArtifactError(
+    raise misfit_error(path, kind)
+
+
+def misfit_error(path: Path, kind: Misfit) -> ArtifactError:
+    """Return the error about a file that is no model."""
+    return ArtifactError(
         f"{path.name} is {kind.value}",
-        expected="TorchScript, a torch.export program, an AOTInductor package, or a model.py"
-        " that defines the module",
+        expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
         cure=kind.cure.format(stem=path.stem),
     )
 
@@ -213,12 +216,7 @@ def weights_beside(folder: Path, stem: str) -> Path | None:
     return present[0] if present else None
 
 
-def check_inside(
-    config: ModelConfig,
-    option: str,
-    name: str,
-    folder: Path | None = None,
-) -> None:
+def check_inside(config: ModelConfig, option: str, name: str, folder: Path | None = None) -> None:
     """Raise ConfigError if the file name in an option leads out of the model's folder.
 
     The name, which may be that of a link, is relative to `folder`; None: the version folder.
@@ -240,13 +238,10 @@ def is_inside(path: Path, *folders: Path) -> bool:
 
 def shard_files(weights: Path) -> dict[str, Path]:
     """Return the existing files that an index names, by name; loading reports an invalid index."""
-    if weights.suffix != ".json":
-        return {}
-    try:
-        names = sorted({*weight_map(weights).values()})
+    with contextlib.suppress(Exception):  # it is no index
+        names = sorted({*weight_map(weights).values()}) if weights.suffix == ".json" else ()
         return {name: path for name in names if (path := weights.parent / name).is_file()}
-    except Exception:  # as for contents that are no index
-        return {}
+    return {}
 
 
 # --- types of files ---------------------------------------------------------------------------
@@ -258,7 +253,7 @@ _MEMBERS = (
     ("/models/", ".json", ArtifactType.EXPORTED),
     ("/code/", "", ArtifactType.TORCHSCRIPT),
     ("", "/constants.pkl", ArtifactType.TORCHSCRIPT),
-    ("", "data.pkl", STATE_DICT),
+    ("", "data.pkl", WEIGHTS),
 )
 
 
@@ -267,7 +262,7 @@ def file_type(path: Path) -> ArtifactType | Misfit:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(b"\x80"):  # a pickle's first opcode: torch.save before torch 1.6
-        return STATE_DICT
+        return WEIGHTS
     if head.startswith(b"PK"):
         try:
             with zipfile.ZipFile(path) as archive:
@@ -282,7 +277,7 @@ def file_type(path: Path) -> ArtifactType | Misfit:
         return GIT_LFS
     # safetensors: eight bytes with the length of the JSON header.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
-        return SAFETENSORS
+        return WEIGHTS
     return UNKNOWN
 
 
@@ -297,14 +292,11 @@ def can_be_mapped(weights: Path) -> bool:
 
 def aoti_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of an AOTInductor package about its target; empty if it has none."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
-                    entries = json.loads(archive.read(name)).items()
-                    return {key: value for key, value in entries if isinstance(value, str)}
-    except Exception:  # damaged, which loading it reports
-        return {}
+    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # loading it reports
+        for name in archive.namelist():
+            if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
+                entries = json.loads(archive.read(name)).items()
+                return {key: value for key, value in entries if isinstance(value, str)}
     return {}
 
 

@@ -92,14 +92,6 @@ class Hook:
             return self
         return partial(self, **{ARGUMENT: parameters})
 
-    def signature(self) -> Signature:
-        """Return the method's signature without the request's parameters."""
-        method = self.method
-        if self.takes_parameters:  # the arguments after it are then passed by name
-            method = partial(method, **{ARGUMENT: None})
-        arguments = introspection.from_function(method).arguments
-        return Signature(tuple(each for each in arguments if each.name != ARGUMENT), name=self.name)
-
     def __str__(self) -> str:
         return f"{self.name}{inspect.signature(self.method)}"
 
@@ -119,11 +111,6 @@ class Hooks:
         """The defined hooks, in the order in which they run."""
         hooks = (getattr(self, name) for name in HOOK_METHODS)
         return [hook for hook in hooks if hook is not None]
-
-    @property
-    def first(self) -> Hook | None:
-        """The hook that takes the inputs by name."""
-        return self.preprocess or self.preprocess_batch
 
     @property
     def takes_parameters(self) -> bool:
@@ -247,12 +234,18 @@ def row_signature(config: ModelConfig) -> Signature:
 
 
 def hook_signature(config: ModelConfig, hook: Hook) -> Signature:
-    """Return the signature of a hook for inputs.
+    """Return the signature of a hook for inputs, without the request's parameters.
 
     Raises:
         BindingError: it has no annotations for strings.
     """
-    signature = hook.signature()
+    method = hook.method
+    if hook.takes_parameters:  # the arguments after it are then passed by name
+        method = partial(method, **{ARGUMENT: None})
+    arguments = introspection.from_function(method).arguments
+    signature = Signature(
+        tuple(each for each in arguments if each.name != ARGUMENT), name=hook.name
+    )
     names = [spec.name for spec in config.inputs]
     strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
     inputs = bind_inputs(names, signature)

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
@@ -30,12 +29,7 @@ def find(config: ModelConfig, rows: int | None) -> Item:
     states: Item = {}
     for state in config.states:
         value = _one_row(config, state)
-        if rows is None:
-            states[state.input] = value
-        elif isinstance(value, Tensor):
-            states[state.input] = value.expand(rows, *value.shape).contiguous()
-        else:
-            states[state.input] = np.repeat(value[None], rows, axis=0)
+        states[state.input] = value if rows is None else value[None][[0] * rows]
     return states
 
 

@@ -83,23 +83,22 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
     Raises:
         ConfigError: an optimization does not apply to such an artifact.
     """
-    names, kind = config.options.optimize, loaded.kind
-    is_script, has_weights = kind is ArtifactType.TORCHSCRIPT, loaded.owner is not None
-    is_convertible = has_weights and kind is not ArtifactType.EXPORTED
-    applies = {
-        "bf16": is_convertible,
-        "fp16": is_convertible,
-        "channels_last": has_weights,
-        "freeze": is_script,
-    }
-    refused = [name for name in names if not applies[name]]
+    names, kind, owner = config.options.optimize, loaded.kind, loaded.owner
+    supported: set[str] = set()
+    if owner is not None:
+        supported.add("channels_last")
+        if kind is not ArtifactType.EXPORTED:
+            supported |= {"bf16", "fp16"}
+    if kind is ArtifactType.TORCHSCRIPT:
+        supported.add("freeze")
+    refused = [name for name in names if name not in supported]
     if refused:
         raise ConfigError(
             f"OPTIMIZE asks for {', '.join(refused)}, which {kind.value} does not support",
             cure=removed_names.FREEZING if "freeze" in refused else "Convert the module instead.",
         )
-    if loaded.owner is not None and config.options.weights_dtype is not None:
-        loaded.owner.to(getattr(torch, config.options.weights_dtype))
-    if loaded.owner is not None and "channels_last" in names:
-        loaded.owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return torchscript.freeze(config, loaded) if is_script and "freeze" in names else loaded.module
+    if owner is not None and config.options.weights_dtype is not None:
+        owner.to(getattr(torch, config.options.weights_dtype))
+    if owner is not None and "channels_last" in names:
+        owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return torchscript.freeze(config, loaded) if "freeze" in names else loaded.module

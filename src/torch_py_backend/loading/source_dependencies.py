@@ -6,7 +6,6 @@ Reads names, JSON and syntax trees; nothing is imported or run.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path, PurePosixPath
 
@@ -23,8 +22,8 @@ def find(source: Path, weights: Path | None = None) -> dict[str, Path]:
         ArtifactError: there are several weights files, or a module has the name model.py.
     """
     files = {"model.py": source}
-    for imported in _imported(source, source.parent):
-        files |= modules(source.parent, imported)
+    for name in _imported(source):
+        files |= modules(source.parent, name)
     if files["model.py"] != source:
         raise ArtifactError(
             f"{source.name} imports model.py beside it, and is itself served as model.py",
@@ -42,51 +41,47 @@ def find(source: Path, weights: Path | None = None) -> dict[str, Path]:
     return files
 
 
-def modules(root: Path, name: tuple[str, ...]) -> dict[str, Path]:
-    """Return the files of a module, and of those that it imports from `root`, by relative path."""
+def modules(root: Path, name: str) -> dict[str, Path]:
+    """Return the files of a top-level module, and of those that it imports, by relative path."""
     files: dict[str, Path] = {}
-    waiting = [*_module_files(root, name)]
+    waiting = [name]
     while waiting:
-        path = waiting.pop()
-        place = path.relative_to(root).as_posix()
-        if place not in files:
-            files[place] = path
-            for imported in _imported(path, root) if path.suffix in SOURCE_SUFFIXES else ():
-                waiting += _module_files(root, imported)
+        for path in _module_files(root, waiting.pop()):
+            place = path.relative_to(root).as_posix()
+            if place not in files:
+                files[place] = path
+                waiting += _imported(path)
     return files
 
 
-def _imported(path: Path, root: Path) -> Iterator[tuple[str, ...]]:
-    """Yield the modules that a file may import, as paths from the root; some may be attributes."""
+def _imported(path: Path) -> set[str]:
+    """Return the top-level modules that a source file may import; other files import none."""
+    names: set[str] = set()
+    if path.suffix not in SOURCE_SUFFIXES:
+        return names
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError):
-        return  # loading it reports the error
+        return names  # loading it reports the error
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parts = path.relative_to(root).parent.parts
-            # A relative import starts from a package.
-            package = parts[: len(parts) + 1 - node.level] if node.level else ()
-            base = tuple(part for part in (*package, *(node.module or "").split(".")) if part)
-            yield base
-            yield from ((*base, alias.name) for alias in node.names)
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
 
 
-def _module_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
-    """Yield the files of a module; all files of a package, because it may contain data."""
-    for count in range(1, len(name) + 1):
-        package = root.joinpath(*name[:count])
-        if (package / "__init__.py").is_file():
-            for path in sorted(package.rglob("*")):
-                parts = path.relative_to(package).parts
-                hidden = any(part == "__pycache__" or part.startswith(".") for part in parts)
-                if path.is_file() and not hidden:
-                    yield path
-            return
-        for suffix in (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES):
-            path = package.with_name(f"{package.name}{suffix}")
-            if path.is_file():
-                yield path
-                return
+def _module_files(root: Path, name: str) -> list[Path]:
+    """Return the files of a top-level module; all files of a package, because it may have data."""
+    folder = root / name
+    is_package = (folder / "__init__.py").is_file()
+    for suffix in () if is_package else (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES):
+        path = root / f"{name}{suffix}"
+        if path.is_file():
+            return [path]
+    paths = sorted(folder.rglob("*" if is_package else "*.py"))
+    return [path for path in paths if path.is_file() and not _is_hidden(path.relative_to(folder))]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part == "__pycache__" or part.startswith(".") for part in path.parts)

@@ -16,7 +16,6 @@ from torch_py_backend.loading import discovery, source_dependencies
 from torch_py_backend.loading.discovery import ArtifactType
 
 EXAMPLE = "example_inputs.safetensors"
-_WEIGHTS = (discovery.STATE_DICT, discovery.SAFETENSORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +46,15 @@ def find(path: Path, example: Path | None) -> ArtifactFiles:
         return _pretrained(path, {} if example is None else extra)
     hooks = path.with_name(discovery.HOOKS)
     if hooks.is_file() and b"Hooks" in hooks.read_bytes():
-        extra |= source_dependencies.modules(hooks.parent, (hooks.stem,))
+        extra |= source_dependencies.modules(hooks.parent, hooks.stem)
     if path.suffix == ".py":
         return ArtifactFiles(source_dependencies.find(path) | extra)
     content = discovery.file_type(path)
     source = path.with_suffix(".py")
-    if content in _WEIGHTS and source.is_file():
+    if content is discovery.WEIGHTS and source.is_file():
         return ArtifactFiles(source_dependencies.find(source, path) | extra)
     if not isinstance(content, ArtifactType):
-        raise ArtifactError(
-            f"{path.name} is {content.value}",
-            expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
-            cure=content.cure.format(stem=path.stem),
-        )
+        raise discovery.misfit_error(path, content)
     source = path.with_name("model.py")
     if source.is_file() and not discovery.defines_module(source):
         files = source_dependencies.find(source, path)

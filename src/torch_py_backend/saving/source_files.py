@@ -57,7 +57,7 @@ def _imported(folder: Path, stem: str, name: str, module: str, attribute: str) -
     if file is not None and not any(path.is_relative_to(place) for place in _INSTALLED):
         parts = module.split(".")
         root = path.parents[len(parts) - (path.name != "__init__.py")]
-        for place, source in source_dependencies.modules(root, tuple(parts)).items():
+        for place, source in source_dependencies.modules(root, parts[0]).items():
             (folder / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / place)
         if module == stem:  # this file begins with the module
