@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import traced
 from fake_triton import InferenceTrace, Turn
 
 from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.engine.tracing import TraceContexts
 
 # The traces of two requests: the IDs of the trace and of Triton's span in it.
 _FIRST, _SECOND = ("11" * 16, "22" * 8), ("33" * 16, "44" * 8)
@@ -115,12 +115,9 @@ def test_invalid_context(tmp_path: Path) -> None:
 def test_without_traces(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without OpenTelemetry, and on servers without traces, requests are answered as any others."""
     x = fake_triton.Tensor("x", np.ones((1, 1), dtype=np.float32))
-    original = importlib.util.find_spec
 
-    def find(name: str, package: str | None = None) -> Any:
-        if name.startswith("opentelemetry"):
-            raise ModuleNotFoundError(name)
-        return original(name, package)
+    def missing(contexts: Any) -> None:
+        raise ModuleNotFoundError
 
     def fail(request: Any) -> Any:
         raise AssertionError
@@ -128,7 +125,7 @@ def test_without_traces(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if lacks == "traces":
         monkeypatch.delattr(fake_triton.InferenceRequest, "trace")
     else:
-        monkeypatch.setattr(importlib.util, "find_spec", find)
+        monkeypatch.setattr(TraceContexts, "__init__", missing)
         monkeypatch.setattr(fake_triton.InferenceRequest, "trace", fail)
     for name in ("plain", "hooked"):
         served = _Served(tmp_path / name, name)

@@ -22,7 +22,6 @@ import stateful
 import torch
 from children import Child, Start, starting
 from instances import until
-from pipeline import test_ragged
 from scenarios import Refused, Scenario
 from torch import Tensor, nn
 
@@ -102,15 +101,6 @@ def test_scenario_on_the_gpu(scenario: Scenario, tmp_path: Path, process: None) 
             expected = value if bf16 else torch.from_numpy(np.ascontiguousarray(value))
             actual = outputs[name].cpu().reshape(expected.shape)
             torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
-
-
-@_CUDA
-def test_batch_inputs_are_where_their_source_is() -> None:
-    """What is made of the shapes of tensors on the GPU does not call the outputs to the host."""
-    items: list[Any] = [{"x": torch.ones(1, size, device="cuda")} for size in (2, 3)]
-    columns, _ = test_ragged.gathered(test_ragged.config(), items)
-    assert all(isinstance(column, Tensor) and column.is_cuda for column in columns)
-    assert columns[0].tolist() == [2, 3]
 
 
 @_CUDA

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from torch_py_backend.config.model_config import Origin
-from torch_py_backend.engine import tracing
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.tracing import TraceContexts
 from torch_py_backend.errors import BackendError, named, printable
@@ -139,8 +138,12 @@ def _sequence_reader(engine: Engine) -> tuple[Read, Sequences | Slots | None]:
 
 def trace_contexts() -> TraceContexts | None:
     """Return what carries traces; None: the server (before 24.04) or the process has none."""
-    has_traces = hasattr(getattr(pb_utils, "InferenceRequest", None), "trace")
-    return tracing.TraceContexts() if has_traces and tracing.is_installed() else None
+    if not hasattr(getattr(pb_utils, "InferenceRequest", None), "trace"):
+        return None
+    try:
+        return TraceContexts()
+    except ImportError:
+        return None
 
 
 def traced(read_items: Read, contexts: TraceContexts, *, kept: bool = False) -> Read:

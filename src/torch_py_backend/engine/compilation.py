@@ -85,20 +85,19 @@ class Compiled:
         self._counts = counts
         self._eager = module
         self._marks_rows = config.max_batch_size > 1 and parameters.get("dynamic") is None
-        self._sealed = self._warned = False
-        self._captures = captures(config)
+        self._sealed = False
         try:
             self._compiled: Callable[..., object] = torch.compile(self._traced, **parameters)
         except Exception as error:  # torch.compile raises various errors for unknown values
             reason = f"torch.compile refuses TORCH_COMPILE_OPTIONAL_PARAMETERS: {summarize(error)}"
             raise ConfigError(reason) from error
+        self._call: Call = self._begin_step if captures(config) else self._compiled
 
     def _traced(self, *args: object, **kwargs: object) -> object:
         # False where torch.compile traces this function: a compiled graph records nothing.
         if not torch.compiler.is_compiling() and self._sealed:
             self._counts.eager_calls += 1
-            if not self._warned:
-                self._warned = True
+            if self._counts.eager_calls == 1:
                 leaves = pytree.tree_leaves((args, kwargs))
                 log.warning(
                     "inputs of the shapes %s were not met in the warm-up; they, and all"
@@ -118,10 +117,8 @@ class Compiled:
                 # A batch of one row has a graph of its own, also if its dimension is marked.
                 if isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] > 1:
                     torch._dynamo.maybe_mark_dynamic(leaf, 0)
-        if self._captures:
-            torch.compiler.cudagraph_mark_step_begin()
         try:
-            return self._compiled(*args, **kwargs)
+            return self._call(*args, **kwargs)
         except Exception as error:  # an error of the compiler, or of the model
             self._eager(*args, **kwargs)  # raises an error of the model again
             # Dynamo wraps the errors of compiler backends.
@@ -141,7 +138,7 @@ class Compiled:
         """
         torch.compiler.set_stance("eager_on_recompile")
         self._sealed = True
-        return self._begin_step if self._captures else self._compiled
+        return self._call
 
     def _begin_step(self, *args: object, **kwargs: object) -> Tree:
         """Call the compiled model; CUDA graphs may write over the outputs of the last call."""

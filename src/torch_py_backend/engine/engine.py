@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import build, compilation, runtime, sharing
+from torch_py_backend.engine import compilation, runtime, sharing
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
-from torch_py_backend.pipeline import batches, run
+from torch_py_backend.pipeline import batches, run, stages
 from torch_py_backend.pipeline.failures import Failures
-from torch_py_backend.pipeline.hooks import HookedPipeline
+from torch_py_backend.pipeline.hooks import HookedPipeline, copy_rows
 from torch_py_backend.pipeline.inputs import Inputs
+from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
 from torch_py_backend.pipeline.padding import Padding
-from torch_py_backend.pipeline.run import Attempt, Counts, Entries, Group, Results, Run, Scatter
+from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
+from torch_py_backend.pipeline.ragged import Ragged
+from torch_py_backend.pipeline.run import (
+    After,
+    Attempt,
+    Before,
+    Counts,
+    Entries,
+    Group,
+    GroupStage,
+    Results,
+    Run,
+    Scatter,
+    Stages,
+)
 from torch_py_backend.pipeline.sequences import Sequences, Slots
-from torch_py_backend.values import Columns, RequestItem
+from torch_py_backend.signature.binding import InputBinding
+from torch_py_backend.values import Columns, RequestItem, Value
 
 
 class Engine:
     """One loaded model, called from one thread.
+
+    Args:
+        config: the config of the model.
+        loaded: the model.
+        device: its device; None: the model places itself.
+        hooks: its hooks; None: it has none.
+        shared: what shares its weights on a GPU; None: they are not shared there.
 
     Attributes:
         run: returns one outcome for each item, in order.
@@ -33,7 +58,9 @@ class Engine:
         hooks: the model's hooks; None: it has none.
         inputs: checks, binds and groups items; with hooks for rows, those of a row.
         hooked: the stages of hooks; None: the model has none.
-        outputs: how results become outputs.
+        output_names: the names of the model's outputs.
+        extract: returns the outputs of a result for a number of rows.
+        finite: checks outputs; None: they are not checked.
         failures: the failures of its calls.
         rows: how many rows a call takes.
         compiles: whether torch.compile was requested.
@@ -49,7 +76,11 @@ class Engine:
         loaded: Loaded,
         device: torch.device | None,
         hooks: Hooks | None = None,
+        shared: sharing.SharedWeights | None = None,
     ) -> None:
+        self._shared = shared
+        if shared is not None:
+            shared.share(loaded.owner)
         self.config = config
         self.loaded = loaded
         self.hooks = hooks
@@ -73,20 +104,22 @@ class Engine:
         else:
             cast = config.options.weights_dtype
             self.inputs = Inputs(config, loaded.signature, self.padding, cast)
-        self.outputs = build.outputs_of(config, loaded, self.hooked)
+        self.output_names = tuple(spec.name for spec in config.outputs)
+        returns, torchscript = f"{loaded.returns}()", loaded.signature.torchscript
+        self.extract = OutputExtractor(config, returns, torchscript=torchscript).extract
+        self.finite = Finite(config) if config.options.check_finite else None
         repeats = config.options.retry_failed_batch
         if repeats is None and config.sequencing is not None and not config.states:
             repeats = False  # the model keeps states itself
         self.failures = Failures(
             loaded.signature.name, device=device, owner=loaded.owner, repeats=repeats
         )
-        self._shared: sharing.SharedWeights | None = None
         self._use(self._compiled or loaded.module)
 
     def _use(self, forward: Forward) -> None:
         self._forward = forward
         self.run = self.pipeline()
-        self.stages = build.chosen(self, forward)
+        self.stages = _stages(self, forward)
 
     def pipeline(
         self,
@@ -95,20 +128,20 @@ class Engine:
         *,
         traced: bool = False,
     ) -> Run:
-        """Return the function that runs a batch of items; see `build.chosen`.
+        """Return the function that runs a batch of items; see `_stages`.
 
         With `traced`, items may have trace contexts.
         """
         # Each response is for the host or the GPU, or a state that clients get is on the GPU.
         returns = not self.host_inputs or (steps is not None and not self.on_cpu)
-        stages = build.chosen(self, self._forward, None if returns else writer, steps)
-        run_group = run.attempt(stages, self.counts)
+        chosen = _stages(self, self._forward, None if returns else writer, steps)
+        run_group = run.attempt(chosen, self.counts)
         if traced:
             run_group = partial(_run_traced, run_group)
         options = self.config.options
         is_entered = torch.is_inference_mode_enabled if options.inference_mode else _no_grad
         mode = partial(runtime.mode, options)
-        run_batch = run.build(stages, run_group, self.failures, self.counts, mode, is_entered)
+        run_batch = run.build(chosen, run_group, self.failures, self.counts, mode, is_entered)
         if self._free_memory is not None:
             run_batch = partial(self._run_and_clean, run_batch)
         if self._shared is not None:
@@ -132,17 +165,6 @@ class Engine:
             else column
             for column in columns
         ]
-
-    def share(self, shared: sharing.SharedWeights) -> None:
-        """Share one copy of the weights with other instances.
-
-        Raises:
-            ConfigError: the weights cannot be shared.
-        """
-        shared.share(self.loaded.owner)
-        self._shared = shared
-        self.failures.reset()
-        self._use(self._forward)
 
     def close(self) -> None:
         """Release weights that are shared with other processes, and files. May be called twice."""
@@ -222,3 +244,123 @@ def _run_and_return(run_batch: Run, entries: Entries) -> Results:
             if isinstance(value, torch.Tensor):
                 result[name] = value.cpu()
     return results
+
+
+# --- stages --------------------------------------------------------------------------------------
+
+
+def _stages(
+    made: Engine,
+    forward: Forward,
+    writer: Scatter | None = None,
+    steps: Sequences | Slots | None = None,
+) -> Stages:
+    """Return the stages of a model's pipeline.
+
+    Args:
+        made: the model.
+        forward: the callable for inputs, compiled as configured.
+        writer: takes the place of `scatter` for a model without features; None: results are outputs
+            by name.
+        steps: the states of sequences; None: items have them.
+    """
+    config = made.config
+    before: tuple[Before, ...] = ()
+    after: tuple[After, ...] = ()
+    hooked, counts = made.hooked, made.counts
+    names, extract = made.output_names, made.extract
+    copy: Callable[[Value], Value] = values.clone
+    finite = None
+    if made.finite is not None:
+        finite, writer = made.finite.finish, None
+    if steps is not None:
+        before, after = (steps.attach,), (steps.keep,)
+    guarded = partial(stages.guarded, made.failures)
+    if hooked is not None and hooked.by_row:
+        before = (stages.timed(counts, "preprocess_seconds", partial(hooked.prepare, guarded)),)
+    if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
+        names, extract, copy = (ROWS,), hooked.split, copy_rows
+        finish = Postprocessing(config, hook, guarded, writer).finish
+        after = (stages.timed(counts, "postprocess_seconds", finish),)
+    if finite is not None:  # after hooks, and before states are kept
+        after = (*after, finite) if steps is None else (finite, *after)
+    limited = made.rows.most is not None and made.rows.most < config.max_batch_size
+    takes_any_rows = not limited and not made.rows.buckets and made.rows.least <= 1
+    ragged = Ragged(config) if config.batch_outputs else None
+    scatter: Scatter = stages.ScatterByName(names, ragged, made.padding)
+    if writer is not None and not after and ragged is None and made.padding is None:
+        scatter = writer
+    return Stages(
+        before=before,
+        group=_group(made, forward),
+        send=None if made.on_cpu else made.to_device,
+        extract=extract,
+        fill=None if takes_any_rows else stages.filled(made.rows, extract, copy, counts),
+        copy=copy,
+        fetch=_fetch(made, names),
+        scatter=scatter,
+        after=after,
+    )
+
+
+# --- inputs ------------------------------------------------------------------------------------
+
+
+def _group(made: Engine, forward: Forward) -> GroupStage:
+    if made.hooked is not None:
+        return made.hooked.stage(forward)
+    return made.inputs.stage(lambda binding: _flat_call(binding, forward))
+
+
+def _flat_call(binding: InputBinding, module: Forward) -> Forward:
+    """Return a function that calls a module with columns, in as few Python frames as possible."""
+    forward = _without_hooks(module)
+    marks = [object() for _ in binding.names]
+    passed: Any = binding.call(lambda *args, **kwargs: (args, kwargs), marks)
+    if passed == (tuple(marks), {}):
+        return forward
+    return lambda *columns: binding.call(forward, columns)
+
+
+def _without_hooks(module: Forward) -> Forward:
+    """Return `forward` where `nn.Module.__call__` does nothing but call it."""
+    if (
+        not isinstance(module, nn.Module)
+        or type(module).__call__ is not nn.Module.__call__
+        or module._compiled_call_impl is not None  # noqa: SLF001
+        or module._forward_hooks  # noqa: SLF001
+        or module._forward_pre_hooks  # noqa: SLF001
+        or module._backward_hooks  # noqa: SLF001
+        or module._backward_pre_hooks  # noqa: SLF001
+        or nn.modules.module._has_any_global_hook()  # noqa: SLF001
+    ):
+        return module
+    forward: Forward = module.forward
+    return forward
+
+
+# --- outputs -----------------------------------------------------------------------------------
+
+
+def _fetch(made: Engine, names: Sequence[str]) -> Callable[[Columns], Columns] | None:
+    """Return the function that copies outputs to the host, where the config says so, and waits.
+
+    States stay on their device.
+    """
+    device = made.device
+    # A model that was placed on the CPU may itself use a GPU.
+    if device.type == "cpu" and not torch.cuda.is_available():
+        return None
+    states = {state.output for state in made.config.states}
+    kept = [name in states or not made.host_inputs for name in names]
+
+    def fetch(columns: Columns) -> Columns:
+        fetched = [
+            value.cpu() if isinstance(value, Tensor) and not keep else value
+            for value, keep in zip(columns, kept, strict=True)
+        ]
+        if device.type == "cuda":  # an error of a kernel belongs to this batch
+            torch.cuda.synchronize(device)
+        return fetched
+
+    return fetch

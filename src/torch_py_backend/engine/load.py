@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import torch
@@ -13,7 +14,7 @@ from torch_py_backend.engine import runtime, sharing
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading import hooks as user_hooks
-from torch_py_backend.loading.discovery import Artifact, ArtifactType
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.processes import private_files
 from torch_py_backend.signature import binding
 
@@ -29,21 +30,25 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     artifact = discovery.find(config)
     # TorchScript and exported programs are copied before their weights are shared: instances that
     # loaded at the same time would need that memory several times.
-    with private_files.turn(config.name):
-        if not sharing.requested(config):
-            return _engine(config, artifact, device, device)
-        shared = sharing.SharedWeights(config, device)
-        try:
+    with private_files.turn(config.name), contextlib.ExitStack() as undo:
+        weights_device, shared = device, None
+        if sharing.requested(config):
+            shared = sharing.SharedWeights(config, device)
+            undo.callback(shared.close)
             # A module is built on the CPU: weights that it shares need not be copied to the device.
             # A graph is loaded on the device, because its constants are not shared.
-            is_module = artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
-            on_cpu = is_module and not shared.owns
-            engine = _engine(config, artifact, device, torch.device("cpu") if on_cpu else device)
-            engine.share(shared)
-        except BaseException:
-            shared.close()
-            raise
-        return engine
+            if artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY) and not shared.owns:
+                weights_device = torch.device("cpu")
+        loaded = registry.load(artifact, config, weights_device)
+        loaded = dataclasses.replace(loaded, module=registry.optimize(config, loaded))
+        runtime.keep_freed_memory()
+        config = binding.with_controls(config, loaded.signature)
+        engine = Engine(config, loaded, device, user_hooks.load(config, artifact), shared)
+        undo.pop_all()
+    # A call ends by selecting the thread's GPU again, which takes memory of it. KIND_MODEL has
+    # selected none: that would be GPU 0.
+    runtime.make_current(engine.device)
+    return engine
 
 
 def report(engine: Engine) -> dict[str, object]:
@@ -65,21 +70,3 @@ def report(engine: Engine) -> dict[str, object]:
             if (value := getattr(options, row.key.lower())) != row.default
         },
     }
-
-
-def _engine(
-    config: ModelConfig,
-    artifact: Artifact,
-    device: torch.device | None,
-    weights_device: torch.device | None,
-) -> Engine:
-    """Return an engine for a device; its weights are loaded on `weights_device`."""
-    loaded = registry.load(artifact, config, weights_device)
-    loaded = dataclasses.replace(loaded, module=registry.optimize(config, loaded))
-    runtime.keep_freed_memory()
-    config = binding.with_controls(config, loaded.signature)
-    engine = Engine(config, loaded, device, user_hooks.load(config, artifact))
-    # A call ends by selecting the thread's GPU again, which takes memory of it. KIND_MODEL has
-    # selected none: that would be GPU 0.
-    runtime.make_current(engine.device)
-    return engine

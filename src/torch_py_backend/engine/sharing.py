@@ -72,7 +72,7 @@ class MappedFiles:
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._states = {path: _state(path) for path in paths}
+        self._mapped = {path: path.stat() for path in paths}
         self._due = 0.0
 
     def changed(self) -> str:
@@ -84,19 +84,13 @@ class MappedFiles:
         if now < self._due:
             return ""
         self._due = now + _PERIOD_S
-        for path, before in self._states.items():
-            state = _state(path)
-            if state != before and state[:1] == before[:1]:
-                return path.name
+        for path, before in self._mapped.items():
+            with contextlib.suppress(OSError):  # it was removed
+                status = path.stat()
+                written = status.st_mtime_ns != before.st_mtime_ns
+                if written and os.path.samestat(status, before):
+                    return path.name
         return ""
-
-
-def _state(path: Path) -> tuple[int, ...]:
-    """Return the number of a file, which differs if it is replaced, its time and its size."""
-    with contextlib.suppress(OSError):  # it was removed
-        status = path.stat()
-        return status.st_ino, status.st_mtime_ns, status.st_size
-    return ()
 
 
 # --- on a GPU ----------------------------------------------------------------------------------

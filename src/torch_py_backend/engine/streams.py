@@ -175,9 +175,9 @@ class Streams:
             # shares with the model before the outcome is sent.
             columns = [values.clone(column) for column in columns]
         self._engine.counts.device_to_host_seconds += time.perf_counter() - began
-        outputs = self._engine.outputs
-        outcome: Outcome = dict(zip(outputs.names, columns, strict=True))
-        return outcome if outputs.finite is None else outputs.finite.checked(outcome)
+        outcome: Outcome = dict(zip(self._engine.output_names, columns, strict=True))
+        finite = self._engine.finite
+        return outcome if finite is None else finite.checked(outcome)
 
     async def _advance(self, state: object, extract: _Extract) -> _Advance:
         if self.stepped is not None:

@@ -7,7 +7,6 @@ continues its trace.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import logging
 from collections.abc import Iterator
@@ -27,16 +26,12 @@ log = logging.getLogger(__name__)
 _HANDLE = "triton-trace"
 
 
-def is_installed() -> bool:
-    """Return whether the process has opentelemetry-api."""
-    try:
-        return importlib.util.find_spec("opentelemetry.context") is not None
-    except ImportError:
-        return False
-
-
 class TraceContexts:
-    """The trace contexts of a model's requests. Imports opentelemetry-api."""
+    """The trace contexts of a model's requests.
+
+    Raises:
+        ImportError: the process has no opentelemetry-api.
+    """
 
     def __init__(self) -> None:
         from opentelemetry import context  # noqa: PLC0415

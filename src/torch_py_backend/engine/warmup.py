@@ -26,7 +26,7 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline import differences
 from torch_py_backend.pipeline.batches import powers_of_two
-from torch_py_backend.values import Item, Outcome, Value, to_column
+from torch_py_backend.values import Item, Outcome, Value
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,7 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> BackendError | Non
     for number in range(1, repeats * (2 if config.states else 1) + 1):
         graphs = compilation.graph_count() if compiled else 0  # it imports the compiler
         results: list[dict[str, Value]] = []
-        copies = [{**item, **_copied_tensors(item)} for item in items]  # forward() may write
-        for outcome in call(copies):
+        for outcome in call(copy.deepcopy(items)):  # forward() may write into them
             if isinstance(outcome, CallError):
                 raise outcome
             if isinstance(outcome, BackendError):
@@ -136,11 +135,6 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> BackendError | Non
                 for item, result in zip(items, results, strict=True)
             ]
     return None
-
-
-def _copied_tensors(item: Item) -> dict[str, Value]:
-    columns = {name: to_column(value) for name, value in item.items()}
-    return {name: value.clone() for name, value in columns.items() if isinstance(value, Tensor)}
 
 
 def _failure(sample: Item, error: BackendError) -> LoadError:

@@ -1,4 +1,4 @@
-"""Stages that models with features have; `engine.build` puts them into a pipeline."""
+"""Stages that models with features have; `engine.engine` puts them into a pipeline."""
 
 from __future__ import annotations
 
