@@ -226,7 +226,7 @@ def test_a_stub_without_torch(tmp_path: Path) -> None:
         served.wait_loaded()
         assert (
             f"FAILED  negate 1: {python}, which Triton's stub runs, has no torch."
-            f" Run {python} -m pip install torch.\n"
+            f" Run {python} -m pip install torch\n"
         ) in served.log
 
 
