@@ -167,15 +167,22 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], _DIMS, _DIMS, i
 @pytest.mark.parametrize("kind", _FORMATS)
 @pytest.mark.parametrize("case", _CASES)
 def test_folder(case: str, kind: Any, tmp_path: Path) -> None:
-    """The config has the names, dims and batch of the module, whatever the format is."""
+    """The config has the names, dims and batch of the module, whatever the format is.
+
+    The modes of all its parts are restored.
+    """
     build, options, inputs, outputs, rows = _CASES[case]
-    module = build()
-    document = _saved(tmp_path, module, format=kind, **options)
+    module = build().train()
+    part = next(module.children(), module).eval()
+    settings = {"instances": 3, "parameters": {"CHECK_FINITE": True, "NUM_THREADS": "1"}}
+    document = _saved(tmp_path, module, format=kind, **settings, **options)
+    assert document["instance_group"][0]["count"] == 3
+    assert document["parameters"]["CHECK_FINITE"]["string_value"] == "true"
     assert (_tensors(document, "input"), _tensors(document, "output")) == (inputs, outputs)
     assert document["max_batch_size"] == rows
     example = tmp_path / "models" / "net" / "1" / "example_inputs.safetensors"
     assert safetensors.torch.load_file(example).keys() == inputs.keys()
-    assert module.training
+    assert (module.training, part.training) == (part is not module, False)
 
 
 @pytest.mark.parametrize("kind", _FORMATS)
@@ -340,22 +347,6 @@ def test_hooks_of_a_script(tmp_path: Path) -> None:
     scope: dict[str, Any] = {}
     exec((tmp_path / "hooks.py").read_text(), scope)
     assert scope["Hooks"]().preprocess("abba") == 2
-
-
-def test_settings(tmp_path: Path) -> None:
-    """Instances and options are in the config; the modes of all parts are restored."""
-    module = models.Affine()
-    module.linear.eval()
-    document = _saved(
-        tmp_path,
-        module,
-        example_inputs=_X,
-        instances=3,
-        parameters={"CHECK_FINITE": True, "NUM_THREADS": "1"},
-    )
-    assert document["instance_group"][0]["count"] == 3
-    assert document["parameters"]["CHECK_FINITE"]["string_value"] == "true"
-    assert [part.training for part in module.modules()] == [True, False]
 
 
 # --- transformers ----------------------------------------------------------------------------
