@@ -125,11 +125,7 @@ _MANY = _PY | {"model.pt": weights, "model.pth": weights}
     ("files", "options", "expected"),
     [
         # With WEIGHTS none, weights files in the version folder are ignored.
-        (
-            _MANY,
-            {"weights": "none"},
-            Artifact(ArtifactType.MODULE, Path("model.py"), weightless=True),
-        ),
+        (_MANY, {"weights": "none"}, Artifact(ArtifactType.MODULE, Path("model.py"))),
         # A factory with a colon belongs to a package; the version folder may hold its weights.
         ({"model.pt2": script}, _FACTORY, Artifact(ArtifactType.FACTORY, Path())),
         ({"model.pt": weights}, _FACTORY, Artifact(ArtifactType.FACTORY, Path(), Path("model.pt"))),

@@ -331,9 +331,6 @@ def test_weights_that_a_file_will_fill_are_not_drawn(code: str) -> None:
 
 
 _USED = {
-    "own generator": _NOISE.format(
-        "torch.randn(3, generator=torch.Generator().manual_seed(1))", False
-    ),
     "a shared generator": "generator = torch.Generator().manual_seed(1)\n"
     "nn.init.normal_(self.linear.bias, generator=generator)\n"
     "self.noise = torch.empty(3).normal_(generator=generator)",

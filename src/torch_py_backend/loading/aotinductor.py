@@ -135,7 +135,7 @@ def _rows(call: _Run, row: list[Tensor]) -> Rows:
     except RuntimeError:  # up to torch 2.11, which prints the limit
         return Rows(2)
     except InputError as error:
-        if "unmatched dtype" in str(error):
+        if "unmatched dtype" in error.found:
             raise ConfigError(error.found, cure="Write that type into config.pbtxt.") from error
         limited = _ROWS.search(str(error))
         if limited is not None:

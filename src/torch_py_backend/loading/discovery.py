@@ -58,14 +58,12 @@ class Artifact:
         kind: the type of the file.
         path: the file; for a FACTORY the version folder.
         weights: the weights file of a MODULE or a FACTORY; None: it has no such file.
-        weightless: the config sets `WEIGHTS: "none"`.
         hooks: hooks.py, whose class `Hooks` runs around forward(); None: the model has no hooks.
     """
 
     kind: ArtifactType
     path: Path
     weights: Path | None = None
-    weightless: bool = False
     hooks: Path | None = None
 
     @property
@@ -189,14 +187,14 @@ def _model_file(config: ModelConfig) -> Path:
 
 def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path) -> Artifact:
     name = config.options.weights
-    if name is not None and name.lower() == "none":
-        return Artifact(kind, path, weightless=True)
-    if name:  # in the version folder, or in the model's
-        check_inside(config, "WEIGHTS", name)
-        return Artifact(kind, path, config.version_folder / name)
-    if kind is ArtifactType.FACTORY:
-        return Artifact(kind, path, weights_beside(path, "model"))
-    return Artifact(kind, path, weights_beside(path.parent, path.stem))
+    if not name:
+        is_factory = kind is ArtifactType.FACTORY
+        folder, stem = (path, "model") if is_factory else (path.parent, path.stem)
+        return Artifact(kind, path, weights_beside(folder, stem))
+    if name.lower() == "none":
+        return Artifact(kind, path)
+    check_inside(config, "WEIGHTS", name)  # in the version folder, or in the model's
+    return Artifact(kind, path, config.version_folder / name)
 
 
 def weights_beside(folder: Path, stem: str) -> Path | None:

@@ -18,8 +18,6 @@ from torch_py_backend.values import ANY_ROWS, Rows
 
 # A user's forward(), or what is called in its place: it takes and returns anything.
 Forward: TypeAlias = "Callable[..., Any]"
-# The forward() of modules that define none, such as ModuleList.
-NO_FORWARD = nn.Module.forward
 
 
 @dataclass(frozen=True, slots=True)

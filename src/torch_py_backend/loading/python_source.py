@@ -26,7 +26,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, join_names, summarize
 from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
-from torch_py_backend.loading.loaded import NO_FORWARD, Loaded
+from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     served, is_filled = construct(config, artifact)
     owner = served if isinstance(served, nn.Module) else None
     if owner is not None:
-        if not is_filled and not artifact.weightless:
+        # With WEIGHTS "none" there is no file of weights, and none is missing.
+        if not is_filled and (artifact.weights is not None or not config.options.weights):
             weights.load_into(config, artifact, owner)
         owner.eval()
         for parameter in owner.parameters():  # TorchScript does not support requires_grad_()
@@ -147,9 +148,9 @@ def _describe(
         called, step, name = served.begin, served.step, "begin"
     described = owner.forward if called is owner and owner is not None else called
     signature = dataclasses.replace(introspection.from_function(described), name=name)
-    has_forward = getattr(described, "__func__", None) is not NO_FORWARD
-    is_stream = introspection.is_generator(described) or (has_steps and not has_forward)
-    if is_stream and not config.decoupled:
+    # Modules without a forward() have that of nn.Module.
+    only_steps = has_steps and getattr(described, "__func__", None) is nn.Module.forward
+    if not config.decoupled and (only_steps or introspection.is_generator(described)):
         raise ConfigError(
             f"{name}() makes a stream of results, and the model is not decoupled",
             cure="Write model_transaction_policy { decoupled: true } into config.pbtxt; or let"
