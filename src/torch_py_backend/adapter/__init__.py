@@ -22,7 +22,7 @@ import triton_python_backend_utils as pb_utils
 from torch_py_backend import composition
 from torch_py_backend.adapter import logs
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.config import execution_env, model_config, threads
+from torch_py_backend.config import execution_env, model_config, pbtxt, threads
 from torch_py_backend.errors import BackendError, PlatformError, named
 from torch_py_backend.loading import discovery
 from torch_py_backend.processes import child_process, instance_status
@@ -93,7 +93,9 @@ class TritonPythonModel:
             execution_env.check_running_python(execution_env.environment_path(document))
             if completion.is_incomplete(document):
                 logs.install(document["name"])
-                completion.complete(_arguments(document), document)
+                version = Path(pb_utils.get_model_dir())
+                arguments = pbtxt.arguments(version.parent, version.name, document)
+                completion.complete(arguments, document)
                 auto_complete_model_config.set_max_batch_size(document["max_batch_size"])
                 if document["max_batch_size"]:
                     auto_complete_model_config.set_dynamic_batching()
@@ -207,20 +209,6 @@ class TritonPythonModel:
     def close(self) -> None:
         """Release what `initialize` acquired. May be called twice, and after a failure."""
         self._modes.close()
-
-
-def _arguments(document: Mapping[str, Any]) -> dict[str, str]:
-    """Return Triton's arguments of `initialize` as far as they are known without an instance."""
-    version = Path(pb_utils.get_model_dir()).absolute()
-    return {
-        "model_config": json.dumps(document),
-        "model_name": document["name"],
-        "model_repository": str(version.parent),
-        "model_version": version.name,
-        "model_instance_name": document["name"],
-        "model_instance_kind": "CPU",
-        "model_instance_device_id": "0",
-    }
 
 
 def _check_numpy() -> None:
