@@ -20,7 +20,6 @@ from scenarios import Scenario
 
 from torch_py_backend.adapter import TritonPythonModel, answering, messages
 from torch_py_backend.pipeline import failures
-from torch_py_backend.processes import instance_status
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -282,17 +281,6 @@ def test_cancelled_requests_are_not_run(first: float, tmp_path: Path) -> None:
 # --- fatal errors ----------------------------------------------------------------------------
 
 
-class RecordedStatus(instance_status.InstanceStatus):
-    """A status that records its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reasons: list[str] = []
-
-    def poisoned(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-
 def gauge() -> list[float]:
     return [metric.value() for metric in fake_triton.MetricFamily.made["pytorch_py_poisoned"]]
 
@@ -310,8 +298,8 @@ def test_a_poisoned_instance(
     """
     fake_triton.become(generation, monkeypatch)
     model = load(tmp_path)
-    status = RecordedStatus()
-    model._status = status
+    reasons: list[str] = []
+    monkeypatch.setattr(model._status, "poisoned", reasons.append)
     assert fake_triton.is_ready(generation, model)
     assert gauge() == [0]
 
@@ -329,7 +317,7 @@ def test_a_poisoned_instance(
     assert not model.is_ready()
     until(lambda: gauge() == [1])
     assert "device-side assert triggered" in responses[0].error().message()
-    assert status.reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
+    assert reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
     assert len(logged()) == 2
     assert "Traceback" in logged()[1]
     assert logged()[0] == (

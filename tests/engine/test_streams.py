@@ -86,32 +86,6 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
     assert [value.is_cuda for value in sent] == [on_gpu]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_cancellation_closes_the_generator(asynchronous: bool) -> None:
-    """When a request is cancelled, its generator is closed and its clean-up runs."""
-    closed = []
-
-    def forward(x: Tensor) -> Iterator[Tensor]:
-        try:
-            while True:
-                yield x
-        finally:
-            closed.append(int(x))
-
-    async def awaited(x: Tensor) -> AsyncIterator[Tensor]:
-        try:
-            while True:
-                yield x
-        finally:
-            await asyncio.sleep(0)
-            closed.append(int(x))
-
-    recorder = Recorder(leaves_after=4)
-    run(engine(awaited if asynchronous else forward), (item(3), recorder))
-    assert closed == [3]
-    assert len(recorder.values) == 4
-
-
 def test_closing_a_generator_fails(caplog: pytest.LogCaptureFixture) -> None:
     """An exception raised while a generator is closed is logged and has no other effect."""
 

@@ -64,18 +64,6 @@ def test_unknown_sequences() -> None:
     assert len(served.states) == 1
 
 
-@pytest.mark.parametrize(("flags", "value"), [("s", 7), ("e", None), ("", 12)])
-def test_a_step_that_cannot_be_read(flags: str, value: float | None) -> None:
-    """It begins and ends its sequence, so no later step gets an older sequence's state."""
-    served = accumulating()
-    served.send(step(1, 5, "s"))
-    unread = step(1, 0, flags)
-    unread.step = unread.step._replace(error=InputError("unread"))
-    assert served.send(unread) == [unread.step.error]
-    (after,) = served.send(step(1, 7))
-    assert after == value if value else isinstance(after, InputError)
-
-
 def test_internal_error_ends_sequences() -> None:
     """A sequence ends with its last step, whatever exception is raised."""
     served = Served(config(make_state()), _interrupted)
