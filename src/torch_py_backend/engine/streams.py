@@ -101,19 +101,13 @@ class Streams:
                 self.live -= 1
                 self._engine.clean()
         except BaseException as raised:
-            return self._error(raised)
-        return None
-
-    def _error(self, raised: BaseException) -> BackendError:
-        """Return the error for an exception that ended a stream, and clear its frames."""
-        try:
             if isinstance(raised, BackendError) and raised.reported:  # of a step
+                # The task and its future refer to it: a reference cycle, which would keep the
+                # request's tensors until the next garbage collection.
+                failures.release(raised)
                 return raised
             return self._engine.failures.refusal(self._engine.failures.classify(raised))
-        finally:
-            # The future that a task awaits refers to the exception that it raises: a reference
-            # cycle, which would keep the request's tensors until the next garbage collection.
-            failures.release(raised)
+        return None
 
     # --- calls of the model --------------------------------------------------------------------
 
@@ -182,6 +176,9 @@ class Streams:
     async def _advance(self, state: object, extract: _Extract) -> _Advance:
         if self.stepped is not None:
             return await self._next_step(state, extract)
+        if not isinstance(state, AsyncIterator | Iterator):
+            with self._calling():
+                return None, extract(state)
         await asyncio.sleep(0)  # an asynchronous model may never await
 
         def made(value: object) -> _Advance:
@@ -190,9 +187,7 @@ class Streams:
         if isinstance(state, AsyncIterator):
             return await self._sliced(anext(state, _END), made)
         with self._calling():
-            if isinstance(state, Iterator):
-                return made(next(state, _END))
-            return None, extract(state)
+            return made(next(state, _END))
 
     async def _close(self, stream: object) -> None:
         """Close a generator, which may have code for its end."""
