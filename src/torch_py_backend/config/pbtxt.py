@@ -118,7 +118,7 @@ def _unreadable(error: Exception) -> ConfigError:
 
 def arguments(folder: Path, version: str, document: Document) -> dict[str, str]:
     """Return the arguments that Triton passes to `initialize` of the model's first instance."""
-    group = next(iter(document.get("instance_group", ())), _ONE_INSTANCE)
+    group: Document = next(iter(document.get("instance_group", ())), _ONE_INSTANCE)
     kind = group["kind"].removeprefix("KIND_")
     devices = group.get("gpus") or [0]
     return {
