@@ -437,12 +437,6 @@ CONTRADICTED = (
         "input 'x' is BYTES, and forward() takes a tensor",
     ),
     scenarios.refused(
-        "aoti_of_strings",
-        _PACKAGE,
-        _IMAGES.replace("FP32", "STRING", 1) + _WITHOUT_WARMUP,
-        "input 'INPUT__0' is BYTES, and forward() takes a tensor",
-    ),
-    scenarios.refused(
         "aoti_of_integers",
         _PACKAGE,
         _IMAGES.replace("FP32", "INT32", 1) + _WITHOUT_WARMUP,

@@ -212,12 +212,6 @@ class Optionals(nn.Module):
         return scaled if bias is None else scaled + bias
 
 
-class Lists(nn.Module):
-    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        assert isinstance(tensors, list)
-        return [tensors[0] - tensors[1], tensors[1]]
-
-
 class Blobs(nn.Module):
     """Bytes that are no text, in rows of two."""
 
@@ -277,14 +271,6 @@ class Tokens(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
         places = mask.cumsum(1) * mask
         return {"y": ids * 100 + places, "count": mask.sum(1, keepdim=True)}
-
-
-class Lengths(nn.Module):
-    """Outputs as long as each input, and one of five values."""
-
-    def forward(self, ids: Tensor, query: Tensor) -> dict[str, Tensor]:
-        best = torch.arange(5).expand(len(ids), 5)
-        return {"y": 2 * ids, "terms": 3 * query, "best": best}
 
 
 class Convolution(nn.Module):

@@ -222,11 +222,4 @@ TABLE = (
         (Call({"x": _X}, {"y": -_X}),),
         logs=("model.py fails at line 1", "model.pt is loaded without it"),
     ),
-    _refused(
-        "failing_import",
-        _trace,
-        "import missing_package\n",
-        "::double. ",
-        _IMPORT,
-    ),
 )

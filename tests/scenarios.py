@@ -174,7 +174,6 @@ def affine(**keywords: int) -> models.Affine:
 _A, _B, _X = floats(3, 4), floats(3, 4, seed=1), floats(2, 4, seed=2)
 _X_TO_Y = config({"x": [4]}, {"y": [4]})
 _X_TO_3 = config({"x": [4]}, {"y": [3]})
-_KIND_MODEL = "instance_group [{ kind: KIND_MODEL count: 1 }]\n"
 # Requests that are sent at once are to be one batch.
 TOGETHER = "dynamic_batching { max_queue_delay_microseconds: 200000 }\n"
 _AFFINE = Call({"x": _X}, {"y": eager(affine(), x=_X)})
@@ -228,26 +227,10 @@ NAMES = (
         logs=("TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on TorchScript",),
     ),
     Scenario(
-        "script_mixed_names",
-        script(_Swapped()),
-        config({"IN__1": [4], "second": [4]}, {"OUT__1": [4], "total": [4]}),
-        (Call({"IN__1": _A, "second": _B}, {"OUT__1": _A - _B, "total": _A + _B}),),
-        logs=(
-            "IN__1, second are not all arguments of forward(",
-            "the output names OUT__1, total are neither all numbers",
-        ),
-    ),
-    Scenario(
         "module_default_left_out",
         python(models.WithDefault),
         config({"x": [4], "bias": [4]}, {"triple": [4], "y": [4]}),
         (Call({"x": _A, "bias": _B}, {"y": _A * 2 + _B, "triple": 3 * _A}),),
-    ),
-    Scenario(
-        "result_named_tuple",
-        python(models.Pair, models.ReturnsNamedTuple),
-        config({"x": [4]}, {"second": [4], "first": [4]}),
-        (Call({"x": _X}, {"first": _X + 1, "second": _X + 2}),),
     ),
     Scenario(  # LibTorch does not know the fields of a tuple
         "script_named_tuple_in_order",
@@ -293,24 +276,6 @@ FILES = (
         both(python(models.build_affine), safe(models.build_affine(4).state_dict())),
         x_to_y(1, MODEL_FACTORY="build_affine", MODEL_KWARGS='{"width": 4}'),
         (Call({"x": _X}, {"y": eager(models.build_affine(4), input=_X)}),),
-    ),
-    Scenario(
-        "sharded",
-        both(
-            python(models.Affine),
-            safe({"linear.weight": affine().linear.weight.data}, "model-1.safetensors"),
-            safe(
-                {"linear.bias": affine().linear.bias.data, "offset": affine().offset},  # type: ignore[dict-item]
-                "model-2.safetensors",
-            ),
-            text(
-                '{"weight_map": {"linear.weight": "model-1.safetensors",'
-                ' "linear.bias": "model-2.safetensors", "offset": "model-2.safetensors"}}',
-                "model.safetensors.index.json",
-            ),
-        ),
-        config({"x": [4]}, {"y": [3]}, more=_KIND_MODEL),
-        (_AFFINE,),
     ),
 )
 
@@ -529,12 +494,6 @@ CALLS = (
         (Call({"ARGS[0][0]": _A, "ARGS[0][1]": _B}, {"y": _A + _B}),),
     ),
     Scenario(
-        "list_in_config_order",
-        python(models.Lists),
-        config({"first": [4], "second": [4]}, {"a": [4], "b": [4]}),
-        (Call({"first": _A, "second": _B}, {"a": _A - _B, "b": _B}),),
-    ),
-    Scenario(
         "bytes_in_rows",
         python(models.Strings),
         config({}, {})
@@ -636,18 +595,6 @@ def tokens(pad: str, more: str = "") -> str:
     )
 
 
-def _cut(ids: int, query: int, y: int, terms: int) -> Call:
-    """A request of these lengths, whose outputs must have these lengths."""
-
-    def ones(length: int, size: int) -> np.ndarray[Any, Any]:
-        return np.pad(np.ones((1, length), np.int64), ((0, 0), (0, size - length)))
-
-    return Call(
-        {"ids": ones(ids, ids), "query": ones(query, query)},
-        {"y": 2 * ones(ids, y), "terms": 3 * ones(query, terms), "best": np.arange(5)[None]},
-    )
-
-
 def _convolution(**parameters: str) -> str:
     return config({"x": [2, 4, 4]}, {"y": [3, 4, 4]}, parameters=parameters)
 
@@ -707,23 +654,6 @@ RUNTIMES = (
                 _tokens(2, 5),
             ),
         ),
-    ),
-    Scenario(
-        "padded_outputs_listed",
-        python(models.Lengths),
-        config(
-            {},
-            {},
-            parameters={
-                "PAD": '{"ids": {"multiple_of": 5, "outputs": ["y"]},'
-                ' "query": {"multiple_of": 5, "outputs": []}}',
-                "WARMUP": "false",
-            },
-            more=TOGETHER,
-        )
-        + "".join(_ragged_input(name, [-1], "INT64") for name in ("ids", "query"))
-        + "".join(tensor("output", name, [-1], "INT64") for name in ("y", "terms", "best")),
-        batches=((_cut(3, 5, 3, 5), _cut(5, 2, 5, 5)),),
     ),
 )
 
@@ -1231,12 +1161,6 @@ LOAD_ERRORS = (
         refused(name, python(models.Negate), x_to_y(4, **options), *says)
         for name, options, *says in (
             (
-                "freeze_eager",
-                {"OPTIMIZE": "freeze"},
-                "OPTIMIZE asks for freeze",
-                "Set TORCH_COMPILE_OPTIONAL_PARAMETERS to",
-            ),
-            (
                 "compiler_missing",
                 {"TORCH_COMPILE_OPTIONAL_PARAMETERS": _NO_COMPILER},
                 "torch.compile failed",
@@ -1337,18 +1261,12 @@ LOAD_ERRORS = (
         config({"ids": [4], "mask": [4]}, {"cuont": [1]}),
         "the outputs cuont do not fit what forward() returns, a dict; expected names among y, ",
     ),
-    *(
-        refused(f"{name}_error", text(f"def f(x):\n    {body}\n"), _X_TO_Y, says, cure)
-        for name, body, says, cure in (
-            ("nothing", "return None", "output 'y' is a NoneType", "expected a torch.Tensor or an"),
-            (
-                "list",
-                "return {'y': (x * 2).tolist()}",
-                "the outputs y do not fit",
-                "no list of numbers",
-            ),
-            ("fewer_rows", "return x[:1]", "1 row for a batch of 8", "max_batch_size: 0"),
-        )
+    refused(
+        "list_error",
+        text("def f(x):\n    return {'y': (x * 2).tolist()}\n"),
+        _X_TO_Y,
+        "the outputs y do not fit",
+        "no list of numbers",
     ),
     refused(
         "factory_missing",
@@ -1360,20 +1278,12 @@ LOAD_ERRORS = (
         refused(name, python(models.Accumulate), _accumulates(sequencing(*states)) + more, *says)
         for name, states, more, *says in (
             (
-                "state_input_unbound",
-                [state(("memory", "sum"))],
-                "",
-                "has no memory",
-                "expected names among x, total",
-            ),
-            (
                 "state_of_another_shape",
                 [state(dims="1")],
                 "",
                 "output 'sum' is float32 [8, 4]",
                 "expected float32 [-1, 1]",
             ),
-            ("state_of_a_listed_input", [state(("x", "sum"))], "", "x, x feed the same argument"),
             ("state_file_missing", [state(initial='data_file: "begins"')], "", "begins"),
         )
     ),

@@ -73,7 +73,7 @@ def test_method_of_torchscript_is_frozen(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("freeze", ArtifactType.EXPORTED, "TORCH_COMPILE_OPTIONAL_PARAMETERS to .*freezing"),
+        ("freeze", ArtifactType.MODULE, "TORCH_COMPILE_OPTIONAL_PARAMETERS to .*freezing"),
         ("bf16", ArtifactType.EXPORTED, "OPTIMIZE asks for bf16, which a torch.export program"),
         ("channels_last", ArtifactType.MODULE, "does not support"),
     ],
