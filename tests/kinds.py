@@ -417,12 +417,6 @@ COMPLETED = (
         _BARE,
         "trying the model ended the process with SIGSEGV",
     ),
-    scenarios.refused(
-        "complete_exits",
-        scenarios.text("import os\n\nos._exit(7)\n"),
-        _BARE,
-        "trying the model ended the process with exit code 7",
-    ),
 )
 
 

@@ -1173,12 +1173,6 @@ LOAD_ERRORS = (
                 "COMPILE_CACHE_DIR is '/proc/cache', which cannot be used",
             ),
             (
-                "unknown_class",
-                {"MODEL_CLASS": "Negative"},
-                "MODEL_CLASS is 'Negative'",
-                "expected one of Negate",
-            ),
-            (
                 "bad_option",
                 {"NUM_THREADS": "many"},
                 "the parameter NUM_THREADS is 'many'",
@@ -1200,12 +1194,6 @@ LOAD_ERRORS = (
         _X_TO_Y,
         "model.pt is weights without code, or a pickled module",
         "Save module.state_dict()",
-    ),
-    refused(
-        "whole_module_as_weights",
-        both(python(models.Affine), saved(nn.Linear(4, 4))),
-        _X_TO_3,
-        "model.pt holds torch.nn.modules.linear.Linear, which weights_only refuses",
     ),
     refused(
         "state_dict_alone",
@@ -1247,13 +1235,6 @@ LOAD_ERRORS = (
         "Affine has 3 weights",
         "expected model.safetensors, .pt or .pth",
         'WEIGHTS to "none"',
-    ),
-    refused(
-        "other_keys",
-        both(python(models.Affine), safe({"weight": torch.ones(4, 4)})),
-        _X_TO_3,
-        'Missing key(s) in state_dict: "offset", "linear.weight", "linear.bias"',
-        'Unexpected key(s) in state_dict: "weight"',
     ),
     refused(
         "output_key_misspelt",

@@ -43,7 +43,7 @@ _NEWER = (
 # On a server only: another model with the same settings of the compiler is compiled here.
 _ON_SERVER = "compiled"
 # They end the process that completes their config, or register an operator there.
-_IN_CHILD = ("complete_crashes", "complete_exits", "class_of_program")
+_IN_CHILD = ("complete_crashes", "class_of_program")
 _ROWS = [(scenario, _OLD) for scenario in _TABLE if scenario.name != _ON_SERVER]
 _ROWS += [(scenario, _NEW) for scenario in _TABLE if scenario.name in _NEWER]
 # Its bytes do not match its type.

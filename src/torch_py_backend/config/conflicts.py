@@ -23,18 +23,14 @@ _EXCLUDED_BY_STREAMS = (
 _RAGGED = ("config.pbtxt has batch_input", "config.pbtxt has batch_output")
 _EXCLUDED_BY_RAGGED = (*_OF_BATCHES, _STATIC, _STREAMS)
 
-# Settings each of which excludes each of the second ones, and what to do. The first rows decide how
-# the model is run to complete its config.
-_BEFORE_COMPLETION = (
+# Settings each of which excludes each of the second ones, and what to do.
+_EXCLUSIONS = (
     (
         ("sequence_batching is set",),
         (_STREAMS,),
         "A stream keeps its own state between responses: remove one from config.pbtxt.",
     ),
     (("MODEL_CLASS is set",), ("MODEL_FACTORY is set",), "Both name what is served; keep one."),
-)
-_EXCLUSIONS = (
-    *_BEFORE_COMPLETION,
     (
         ("PAD is set",),
         ("a state of sequence_batching has dims of -1",),
@@ -78,10 +74,10 @@ def _settings(config: ModelConfig) -> dict[str, bool]:
     }
 
 
-def check(config: ModelConfig, *, complete: bool = True) -> None:
+def check(config: ModelConfig) -> None:
     """Raise ConfigError for the first pair of settings that a config has."""
     settings = _settings(config)
-    for first, second, cure in _EXCLUSIONS if complete else _BEFORE_COMPLETION:
+    for first, second, cure in _EXCLUSIONS:
         for pair in product(first, second):
             if all(map(settings.get, pair)):
                 raise ConfigError(", and ".join(pair), cure=cure)

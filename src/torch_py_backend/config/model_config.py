@@ -188,7 +188,8 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         if complete
         else (),
     )
-    conflicts.check(config, complete=complete)
+    if complete:
+        conflicts.check(config)
     return config
 
 
