@@ -1193,14 +1193,8 @@ LOAD_ERRORS = (
         saved(nn.Linear(4, 4)),
         _X_TO_Y,
         "model.pt is weights without code, or a pickled module",
-        "Save module.state_dict()",
-    ),
-    refused(
-        "state_dict_alone",
-        saved(affine().state_dict()),
-        _X_TO_3,
-        "model.pt is a state_dict",
         "Put the class that it belongs to in model.py",
+        "Save module.state_dict()",
     ),
     refused(
         "truncated",
