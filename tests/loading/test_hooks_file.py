@@ -76,6 +76,7 @@ class Hooks:
             "class Hooks:\n    postprocess = 3\n",
             "in hooks.py fails at TypeError: 3 is not a callable",
         ),
+        (method("def collate(self, rows, size)"), "missing a required argument: 'size'. It takes"),
         (
             method("def inference(self, module, batch)"),
             "hooks.py has inference(), which was removed. Call the module in forward()",
