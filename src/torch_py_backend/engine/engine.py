@@ -280,14 +280,14 @@ def _stages(
         before = (stages.timed(counts, "preprocess_seconds", partial(hooked.prepare, guarded)),)
     if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
         names, extract, copy = (ROWS,), hooked.split, copy_rows
-        finish = Postprocessing(config, hook, guarded, writer).finish
+        finish = Postprocessing(config, hook, guarded).finish
         after = (stages.timed(counts, "postprocess_seconds", finish),)
     if finite is not None:  # after hooks, and before states are kept
         after = (*after, finite) if steps is None else (finite, *after)
     limited = made.rows.most is not None and made.rows.most < config.max_batch_size
     takes_any_rows = not limited and not made.rows.buckets and made.rows.least <= 1
     ragged = Ragged(config) if config.batch_outputs else None
-    scatter: Scatter = stages.ScatterByName(names, ragged, made.padding)
+    scatter: Scatter = stages.scatter_by_name(names, ragged, made.padding)
     if writer is not None and not after and ragged is None and made.padding is None:
         scatter = writer
     return Stages(

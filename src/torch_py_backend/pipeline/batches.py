@@ -15,12 +15,6 @@ from torch_py_backend.errors import ConfigError
 from torch_py_backend.values import ANY_ROWS, Columns, Rows, Value
 
 
-class ItemRows(tuple[Any, ...]):
-    """A column split by items: each item's rows, as a copy."""
-
-    __slots__ = ()
-
-
 def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
     """Return how many rows calls have.
 
@@ -89,20 +83,18 @@ def join(pieces: Sequence[Columns]) -> Columns:
 
 
 def scatter(
-    outputs: Sequence[Value | ItemRows], names: Sequence[str], sizes: Sequence[int]
+    outputs: Sequence[Value | list[Value]], names: Sequence[str], sizes: Sequence[int]
 ) -> list[dict[str, Value]]:
-    """Return each item's rows of each output as views; contiguous, as the outputs are."""
+    """Return each item's rows of each output as views; a list of outputs has one for each item."""
     if len(sizes) == 1:
-        values = [output[0] if isinstance(output, ItemRows) else output for output in outputs]
+        values = [output[0] if isinstance(output, list) else output for output in outputs]
         return [dict(zip(names, values, strict=True))]
-    parts = [split(output, sizes) for output in outputs]
+    parts = [output if isinstance(output, list) else split(output, sizes) for output in outputs]
     return [dict(zip(names, rows, strict=True)) for rows in zip(*parts, strict=True)]
 
 
-def split(output: Value | ItemRows, sizes: Sequence[int]) -> Columns:
+def split(output: Value, sizes: Sequence[int]) -> Columns:
     """Return each item's rows of an output as a view."""
-    if isinstance(output, ItemRows):
-        return output
     if isinstance(output, Tensor):
         return output.split_with_sizes(list(sizes))
     starts = itertools.accumulate(sizes, initial=0)

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch_py_backend.config.model_config import BatchInput, ModelConfig
 from torch_py_backend.errors import OutputError, counted
 from torch_py_backend.pipeline import batches
-from torch_py_backend.pipeline.batches import ItemRows
-from torch_py_backend.values import Items, Value, to_column
+from torch_py_backend.values import Columns, Items, Value, to_column
 
 # The shapes of one input in the requests of a batch, including rows.
 _Shapes: TypeAlias = "Sequence[Sequence[int]]"
@@ -29,42 +28,37 @@ class Ragged:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        places = {spec.name: place for place, spec in enumerate(config.outputs)}
         rows = (-1,) if config.max_batch_size else ()
-        self._split = [
-            (
-                places[output.name],
-                output.name,
-                (*rows, *config.outputs[places[output.name]].dims),
-                output.source,
-            )
-            for output in config.batch_outputs
-        ]
+        self._names = [spec.name for spec in config.outputs]
+        self._dims = {spec.name: (*rows, *spec.dims) for spec in config.outputs}
+        self._sources = {output.name: output.source for output in config.batch_outputs}
 
-    def split(
-        self, items: Items, outputs: Sequence[Value | ItemRows]
-    ) -> Sequence[Value | ItemRows]:
-        """Split each batch output by the shapes of its source.
+    def split(self, items: Items, outputs: Columns) -> list[Value | list[Value]]:
+        """Return outputs, with a list of each item's part in the place of a batch output.
 
         Raises:
             OutputError: the number of values of a batch output contradicts the shapes.
         """
-        outputs = list(outputs)
-        for place, name, dims, source in self._split:
-            shapes = [
-                [item[source].shape[axis] if size == -1 else size for axis, size in enumerate(dims)]
-                for item in items
-            ]
-            sizes = [math.prod(shape) for shape in shapes]
-            values: Any = outputs[place]
-            if len(values) != sum(sizes):
-                raise OutputError(
-                    f"output '{name}' has {counted(len(values), 'value')}",
-                    expected=f"{sum(sizes)}, as batch_output says",
-                )
-            parts = zip(batches.split(values, sizes), shapes, strict=True)
-            outputs[place] = ItemRows(part.reshape(shape) for part, shape in parts)
-        return outputs
+        return [
+            self._parts(name, items, output) if name in self._sources else output
+            for name, output in zip(self._names, outputs, strict=True)
+        ]
+
+    def _parts(self, name: str, items: Items, output: Value) -> list[Value]:
+        """Split a batch output by the shapes of its source."""
+        source, dims = self._sources[name], self._dims[name]
+        shapes = [
+            [item[source].shape[axis] if size == -1 else size for axis, size in enumerate(dims)]
+            for item in items
+        ]
+        sizes = list(map(math.prod, shapes))
+        if len(output) != sum(sizes):
+            raise OutputError(
+                f"output '{name}' has {counted(len(output), 'value')}",
+                expected=f"{sum(sizes)}, as batch_output says",
+            )
+        parts = zip(batches.split(output, sizes), shapes, strict=True)
+        return [part.reshape(shape) for part, shape in parts]
 
 
 def flatten(values: Sequence[Any]) -> Value:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
-from torch_py_backend.pipeline.run import Counts, Extract, Fill, Result, Results
+from torch_py_backend.pipeline.run import Counts, Extract, Fill, Result, Results, Scatter
 from torch_py_backend.values import Call, Columns, Item, Items, Rows, Value, trace_context
 
 T = TypeVar("T")
@@ -48,33 +47,25 @@ def filled(
 # --- after the call ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ScatterByName:
-    """Makes a result for each item from the outputs of a batch.
+def scatter_by_name(
+    names: Sequence[str], ragged: Ragged | None, padding: Padding | None
+) -> Scatter:
+    """Return what makes a result for each item from the outputs of a batch.
 
-    Attributes:
+    Args:
         names: the names of the outputs.
         ragged: splits batch outputs by the shapes of their sources.
         padding: cuts outputs to the lengths of their items.
     """
 
-    names: Sequence[str]
-    ragged: Ragged | None
-    padding: Padding | None
-
-    def __call__(
-        self,
-        outputs: Sequence[Any],
-        sizes: Sequence[int],
-        items: Items,
-    ) -> Results:
-        """Return the results of items; `sizes` are the rows of each."""
-        if self.ragged is not None:
-            outputs = self.ragged.split(items, outputs)
-        results = batches.scatter(outputs, self.names, sizes)
-        if self.padding is not None:
-            self.padding.cut(results, items)
+    def scatter(outputs: Columns, sizes: Sequence[int], items: Items) -> Results:
+        parts = list(outputs) if ragged is None else ragged.split(items, outputs)
+        results = batches.scatter(parts, names, sizes)
+        if padding is not None:
+            padding.cut(results, items)
         return results
+
+    return scatter
 
 
 # --- hooks for each request --------------------------------------------------------------------
