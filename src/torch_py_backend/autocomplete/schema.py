@@ -143,7 +143,12 @@ def _from_program(path: Path, *, batched: bool | None) -> JsonObject:
 
 
 def _items(
-    config: ModelConfig, listed: Sequence[TensorSpec], example: Item, *, batched: bool, hooked: bool
+    config: ModelConfig,
+    listed: Sequence[TensorSpec],
+    example: Item,
+    *,
+    batched: bool,
+    hooked: bool,
 ) -> list[Item]:
     """Return inputs to run a model with, of several sizes if the model may take them."""
     items = [example]

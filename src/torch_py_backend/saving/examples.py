@@ -154,7 +154,11 @@ def _unfit(module: nn.Module, error: Exception) -> SaveError:
     return SaveError(f"example_inputs does not fit {function}: {summarize(error)}", expected=_KINDS)
 
 
-def _run(module: nn.Module, tree: TreeSpec, item: Mapping[str, Value]) -> dict[str, Tensor]:
+def _run(
+    module: nn.Module,
+    tree: TreeSpec,
+    item: Mapping[str, Value],
+) -> dict[str, Tensor]:
     """Call a module and return its outputs that are tensors by name, on the CPU."""
     # Copied, because forward() may change them in place.
     copies = [torch.as_tensor(value).clone() for value in item.values()]

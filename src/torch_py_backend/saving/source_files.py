@@ -28,7 +28,14 @@ _INSTALLED = [
 ]
 
 
-def write(folder: Path, stem: str, value: type, name: str, *, write_out: bool = False) -> None:
+def write(
+    folder: Path,
+    stem: str,
+    value: type,
+    name: str,
+    *,
+    write_out: bool = False,
+) -> None:
     """Write a source file, `stem`.py, that has a class by a name, after a user's own such file.
 
     With `write_out`, the source of a class of a script or notebook is written into the file.
@@ -50,7 +57,13 @@ def write(folder: Path, stem: str, value: type, name: str, *, write_out: bool = 
     path.write_text(own + lines, encoding="utf-8")
 
 
-def _imported(folder: Path, stem: str, name: str, module: str, attribute: str) -> str:
+def _imported(
+    folder: Path,
+    stem: str,
+    name: str,
+    module: str,
+    attribute: str,
+) -> str:
     """Return the import of a value, after copying the files of a module that is not installed."""
     file = getattr(sys.modules.get(module), "__file__", None)
     path = Path(file or sys.executable).absolute()

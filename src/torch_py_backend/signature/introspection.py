@@ -59,10 +59,15 @@ def from_function(function: Callable[..., object]) -> Signature:
         only, nullable = _only_type(_resolved(parameter.annotation, scope))
         if isinstance(only, type) and only.__name__ == "GenerationConfig":
             settings = frozenset(vars(only()))  # of generate() of transformers, by `**`
-        required = parameter.default is inspect.Parameter.empty and not variadic
-        kind = ArgumentType.TENSOR if variadic else _argument_type(only)
-        text = str(parameter)
-        arguments.append(Argument(name, required, parameter.kind, kind, text, nullable))
+        argument = Argument(
+            name=name,
+            required=parameter.default is inspect.Parameter.empty and not variadic,
+            passing=parameter.kind,
+            type=ArgumentType.TENSOR if variadic else _argument_type(only),
+            text=str(parameter),
+            nullable=nullable,
+        )
+        arguments.append(argument)
     return Signature(tuple(arguments), settings=settings)
 
 
@@ -144,11 +149,15 @@ def from_schema(schema: torch._C.FunctionSchema) -> Signature:
     for entry in schema.arguments[1:]:
         declared: Any = entry.type
         only, nullable = _only_type(_resolved(declared.annotation_str, _SCRIPT_SCOPE))
-        passing = Passing.KEYWORD_ONLY if entry.kwarg_only else Passing.POSITIONAL_OR_KEYWORD
-        required, text = not entry.has_default_value(), f"{declared.str()} {entry.name}"
-        arguments.append(
-            Argument(entry.name, required, passing, _argument_type(only), text, nullable)
+        argument = Argument(
+            name=entry.name,
+            required=not entry.has_default_value(),
+            passing=Passing.KEYWORD_ONLY if entry.kwarg_only else Passing.POSITIONAL_OR_KEYWORD,
+            type=_argument_type(only),
+            text=f"{declared.str()} {entry.name}",
+            nullable=nullable,
         )
+        arguments.append(argument)
     return Signature(tuple(arguments), torchscript=True)
 
 
