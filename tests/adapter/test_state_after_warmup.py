@@ -92,16 +92,6 @@ class Creates(nn.Module):
         return x + created
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x + self.calls
-
-
 class Memory:
     """What an attribute of Attentive refers to."""
 
@@ -270,7 +260,6 @@ def test_buffers_are_put_back(module: nn.Module, write: Writer, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("fresh", "write", "config", "name"),
     [
-        pytest.param(Counts, _python(Counts()), "", "calls", id="number"),
         pytest.param(Attentive, _python(Attentive(), Memory), "", "memory", id="object"),
         pytest.param(Large, _python(Large()), "", "large", id="large buffer"),
         pytest.param(Creates, _python(Creates()), "", "created", id="new buffer"),
