@@ -102,6 +102,8 @@ class Postprocessing:
 
 def _stack(name: str, rows: Sequence[Value]) -> Value:
     """Return an output of a request from those of its rows."""
+    if len(rows) == 1:  # a view takes less time than a copy
+        return rows[0][None]
     stack: Callable[..., Value] = torch.stack if isinstance(rows[0], Tensor) else np.stack
     try:
         return stack(rows)
