@@ -103,7 +103,7 @@ def test_an_instance_that_stays(running: tuple[Server, Any, Path]) -> None:
         assert "device-side assert triggered" in message
         assert "/" not in message
 
-    assert metric(server, "pytorch_py_poisoned", "stays") == 1
+    serving.until(lambda: metric(server, "pytorch_py_poisoned", "stays") == 1)  # once a second
     assert metric(server, "pytorch_py_poisoned", "counts") == 0
     assert (_ask(client, "counts", 0) == 0).all()
     text = log.read_text(errors="replace")
