@@ -215,6 +215,9 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
 
 def write_tensor(name: str, value: Value) -> OutputTensor:
     """Convert a contiguous value to one of Triton's tensors."""
+    if isinstance(value, Tensor) and 0 < value.nbytes < DLPACK_BYTES and not value.is_cuda:
+        # As `_written`, in fewer calls: a stream has such a response for each token.
+        return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]
     return _written(name, value, (1,))[0]
 
 
