@@ -280,7 +280,7 @@ def _stages(
         before = (stages.timed(counts, "preprocess_seconds", partial(hooked.prepare, guarded)),)
     if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
         names, extract, copy = (ROWS,), hooked.split, copy_rows
-        finish = Postprocessing(config, hook, guarded).finish
+        finish = Postprocessing(config, hook, guarded, writer).finish
         after = (stages.timed(counts, "postprocess_seconds", finish),)
     if finite is not None:  # after hooks, and before states are kept
         after = (*after, finite) if steps is None else (finite, *after)

@@ -14,8 +14,9 @@ from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
 from torch_py_backend.loading.hooks import Hook
+from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.outputs import OutputExtractor
-from torch_py_backend.pipeline.run import Entries, Results
+from torch_py_backend.pipeline.run import Entries, Result, Results, Scatter
 from torch_py_backend.values import Call, Item, Tree, Value
 
 # The only column of prepared items, and of results before postprocess(): one value a row.
@@ -28,12 +29,15 @@ Guarded: TypeAlias = Call
 class Postprocessing:
     """Calls postprocess() with the rows of each result, and makes outputs of what it returns."""
 
-    def __init__(self, config: ModelConfig, hook: Hook, guarded: Guarded) -> None:
+    def __init__(
+        self, config: ModelConfig, hook: Hook, guarded: Guarded, writer: Scatter | None = None
+    ) -> None:
         self._hook, self._guarded = hook, guarded
         self._batched = config.max_batch_size > 0
         self._specs = {spec.name: spec for spec in config.outputs}
         row_config = dataclasses.replace(config, max_batch_size=0)
         self._extractor = OutputExtractor(row_config, f"{hook.name}()")
+        self._writer = writer if self._batched else None
 
     def finish(self, results: Results, entries: Entries) -> Results:
         """Return the outputs of each request.
@@ -42,28 +46,65 @@ class Postprocessing:
             results: each request's part of the column ROWS, or its error.
             entries: the entries of the run.
         """
-        return [
+        outcomes: list[Result] = [
             result
             if isinstance(result, BackendError)
-            else self._guarded(entry, self._outputs, result, entry)
+            else self._guarded(entry, self._rows, result, entry)
             for result, entry in zip(results, entries, strict=True)
         ]
+        succeeded = [
+            place for place, rows in enumerate(outcomes) if not isinstance(rows, BackendError)
+        ]
+        try:
+            stacked = self._stack([outcomes[place] for place in succeeded])
+        except OutputError:  # found by stacking those of each request
+            stacked = [
+                self._guarded(entries[place], self._stack_one, outcomes[place])
+                for place in succeeded
+            ]
+        if len(stacked) == len(outcomes):
+            return stacked
+        for place, outputs in zip(succeeded, stacked, strict=True):
+            outcomes[place] = outputs
+        return outcomes
 
-    def _outputs(self, result: Mapping[str, Value], item: Item) -> Item:
-        """Return the outputs of a request.
-
-        Raises:
-            OutputError: rows differ in shape, or do not fit the config.
-        """
+    def _rows(self, result: Mapping[str, Value], item: Item) -> list[list[Value]]:
+        """Return the outputs of each row of a request."""
         postprocess: Callable[..., Tree] = self._hook
         if self._hook.takes_parameters:
             postprocess = self._hook.with_parameters(values.parameters(item))
         extract = self._extractor.extract
-        rows = [extract(self._converted(postprocess(row)), 1) for row in result[ROWS].tolist()]
+        return [extract(self._converted(postprocess(row)), 1) for row in result[ROWS].tolist()]
+
+    def _stack(self, requests: Sequence[list[list[Value]]]) -> Results:
+        """Return the outputs of requests from those of their rows.
+
+        Raises:
+            OutputError: rows differ in shape.
+        """
+        outputs: list[Value] = []
+        rows = [row for request in requests for row in request]
+        for name, column in zip(self._specs, zip(*rows, strict=True), strict=False):
+            stack: Callable[..., Value] = torch.stack if isinstance(column[0], Tensor) else np.stack
+            try:
+                outputs.append(stack(column))
+            except (RuntimeError, ValueError):
+                shapes = [list(value.shape) for value in column]
+                raise OutputError(
+                    f"postprocess() gives output '{name}' other shapes for other rows of one"
+                    f" request: {shapes[:3]}",
+                    expected="one shape for all",
+                ) from None
+        sizes = list(map(len, requests))
+        if self._writer is not None:
+            return self._writer(outputs, sizes, ())
+        outcomes = batches.scatter(outputs, [*self._specs], sizes)
         if not self._batched:
-            return dict(zip(self._specs, rows[0], strict=True))
-        names, columns = self._specs, zip(*rows, strict=True)
-        return {name: _stack(name, column) for name, column in zip(names, columns, strict=True)}
+            outcomes = [{name: value[0] for name, value in outcome.items()} for outcome in outcomes]
+        return outcomes
+
+    def _stack_one(self, rows: list[list[Value]]) -> Result:
+        return self._stack([rows])[0]
 
     def _converted(self, result: Tree) -> Tree:
         """Convert lists and numbers in the result of postprocess() to the types of the outputs."""
@@ -98,19 +139,3 @@ class Postprocessing:
         if dtype.is_floating_point or torch.equal(converted.to(tensor.dtype), tensor):
             return converted
         return tensor  # of another type, which the extractor refuses: torch makes 255 of -1
-
-
-def _stack(name: str, rows: Sequence[Value]) -> Value:
-    """Return an output of a request from those of its rows."""
-    if len(rows) == 1:  # a view takes less time than a copy
-        return rows[0][None]
-    stack: Callable[..., Value] = torch.stack if isinstance(rows[0], Tensor) else np.stack
-    try:
-        return stack(rows)
-    except (RuntimeError, ValueError):
-        shapes = [list(value.shape) for value in rows]
-        raise OutputError(
-            f"postprocess() gives output '{name}' other shapes for other rows of one request:"
-            f" {shapes[:3]}",
-            expected="one shape for all",
-        ) from None
