@@ -294,7 +294,9 @@ def _input(tensor: Any, value: Any) -> Any:
         array = np.array(value, dtype=object)
         fits = all(isinstance(item, (bytes, str)) for item in array.flat)
         # tritonclient would send the representation of numpy's own bytes.
-        array.flat[:] = [bytes(item) if isinstance(item, bytes) else item for item in array.flat]
+        for place, item in enumerate(array.flat):
+            if isinstance(item, bytes):
+                array.flat[place] = bytes(item)
     else:
         given = np.asarray(value)
         fits = given.dtype.kind not in "OSU"

@@ -284,7 +284,11 @@ def of_values(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def _row_specs(specs: Iterable[TensorSpec], *, batched: bool) -> tuple[TensorSpec, ...]:
+def _row_specs(
+    specs: Iterable[TensorSpec],
+    *,
+    batched: bool,
+) -> tuple[TensorSpec, ...]:
     """Return specs without the batch dimension, if there is one."""
     # Without a batch dimension Triton allows no empty dims: a scalar is a list of one value.
     return tuple(

@@ -78,7 +78,12 @@ def machine_problems() -> Iterator[str]:
         )
 
 
-def _check_model(folder: Path, timeout: float, *, traceback: bool) -> tuple[str, JsonObject]:
+def _check_model(
+    folder: Path,
+    timeout: float,
+    *,
+    traceback: bool,
+) -> tuple[str, JsonObject]:
     """Load a model in a child process; return the outcome, and what `check --json` prints."""
     notes = []
     try:

@@ -159,7 +159,10 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
                 )
     # The count of a group is per GPU.
     groups = document.get("instance_group", ())
-    instances = [int(group["count"]) * max(1, len(group.get("gpus", ()))) for group in groups]
+    instances = []
+    for group in groups:
+        gpus = group.get("gpus", ())
+        instances.append(int(group["count"]) * max(1, len(gpus)))
     config = ModelConfig(
         name=args["model_name"],
         folder=Path(args["model_repository"]).absolute(),

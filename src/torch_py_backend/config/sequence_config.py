@@ -105,7 +105,8 @@ def _state(entry: Document) -> State:
     # protobuf's JSON has int64 as strings.
     dims = tuple(map(int, entry["dims"]))
     # Without an initial state, Triton leaves the values undefined, and uses 1 for sizes of -1.
-    initial = (entry.get("initial_state") or [{"dims": [abs(size) for size in dims]}])[0]
+    undefined = {"dims": [abs(size) for size in dims]}
+    (initial, *_) = entry.get("initial_state") or [undefined]
     shape = tuple(map(int, initial["dims"]))
     names = entry["input_name"], entry["output_name"]
     return State(*names, dtype, dims, shape, initial.get("data_file"))

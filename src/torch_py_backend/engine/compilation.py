@@ -80,7 +80,12 @@ class Compiled:
         ConfigError: torch.compile does not accept the config's parameters.
     """
 
-    def __init__(self, config: ModelConfig, module: Callable[..., object], counts: Counts) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        module: Callable[..., object],
+        counts: Counts,
+    ) -> None:
         parameters = config.options.compilation or {}
         self._counts = counts
         self._eager = module

@@ -73,7 +73,11 @@ class Streams:
         self._call_step: Any = engine.loaded.step
         self._stages = engine.stages
 
-    async def run(self, item: Item, send: Callable[[Response, bool], bool]) -> BackendError | None:
+    async def run(
+        self,
+        item: Item,
+        send: Callable[[Response, bool], bool],
+    ) -> BackendError | None:
         """Run one stream to its end; return its error, None without one.
 
         Args:

@@ -43,7 +43,11 @@ _ROWS = re.compile(r"dim value .*at 0, expected.*?(>=|<=|:) (\d+)")
 _Run: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
 
 
-def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
+def load(
+    artifact: Artifact,
+    config: ModelConfig,
+    device: torch.device | None,
+) -> Loaded:
     """Load a package. It is called with its leaves, in the order of the package.
 
     Raises:

@@ -125,8 +125,9 @@ def defines_module(source: Path) -> bool:
     except (OSError, SyntaxError, ValueError, RecursionError):
         return True
     classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    bases = {ast.unparse(base).rpartition(".")[2] for node in classes for base in node.bases}
-    return not bases <= _CONTAINERS
+    bases = [ast.unparse(base) for node in classes for base in node.bases]
+    names = {base.rpartition(".")[2] for base in bases}
+    return not names <= _CONTAINERS
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -214,7 +215,12 @@ def weights_beside(folder: Path, stem: str) -> Path | None:
     return present[0] if present else None
 
 
-def check_inside(config: ModelConfig, option: str, name: str, folder: Path | None = None) -> None:
+def check_inside(
+    config: ModelConfig,
+    option: str,
+    name: str,
+    folder: Path | None = None,
+) -> None:
     """Raise ConfigError if the file name in an option leads out of the model's folder.
 
     The name, which may be that of a link, is relative to `folder`; None: the version folder.

@@ -84,9 +84,8 @@ def item(
     generator = torch.Generator().manual_seed(0)
     initial = initial_states.find(config, rows)
     variable = _SHRUNK if shrunk else _VARIABLE
-    multiple: int = max(
-        (pad.get("multiple_of", 1) for pad in (config.options.pad or {}).values()), default=1
-    )
+    pads = (config.options.pad or {}).values()
+    multiple: int = max([1, *(pad.get("multiple_of", 1) for pad in pads)])
     if multiple > 1:  # the two sizes differ also after rounding up
         variable = multiple if shrunk else 2 * multiple
     values: Item = {}
@@ -116,7 +115,9 @@ def requests(config: ModelConfig, item: Item) -> list[Item]:
 def distinct_rows(value: Tensor) -> Tensor:
     """Return a tensor whose rows differ, if it is floating point: it may repeat one row."""
     # A row of one value may be an argument that takes one number for the whole batch.
-    if not value.is_floating_point() or value[0].numel() == 1 or (value != value[:1]).any():
+    if not value.is_floating_point() or value[0].numel() == 1:
+        return value
+    if (value != value[:1]).any():
         return value
     factors = torch.linspace(1.0, 0.5, len(value)).to(value)
     return value * factors.reshape(-1, *[1] * (value.ndim - 1))
@@ -133,7 +134,13 @@ def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
     )
 
 
-def _from_example(spec: TensorSpec, rows: int | None, value: Value, *, shrunk: bool) -> Value:
+def _from_example(
+    spec: TensorSpec,
+    rows: int | None,
+    value: Value,
+    *,
+    shrunk: bool,
+) -> Value:
     if rows is not None:
         value = value[np.arange(rows) % value.shape[0]]
     if shrunk:

@@ -25,7 +25,11 @@ from torch_py_backend.values import ANY_ROWS, Rows
 Values: TypeAlias = "dict[str, Tensor]"
 
 
-def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
+def load(
+    artifact: Artifact,
+    config: ModelConfig,
+    device: torch.device | None,
+) -> Loaded:
     """Load a program and move it to the device.
 
     Raises:

@@ -91,7 +91,12 @@ def error_location(error: BaseException, path: Path) -> str:
     return f"line {lines[-1]}: {summarize(error)}" if lines else summarize(error)
 
 
-def call(path: Path, name: str, function: Callable[[], _Result], cure: str = "") -> _Result:
+def call(
+    path: Path,
+    name: str,
+    function: Callable[[], _Result],
+    cure: str = "",
+) -> _Result:
     """Call a function of a model's file; raise ArtifactError with the line of its error.
 
     `cure` says what to do about wrong arguments.
@@ -110,7 +115,11 @@ def call(path: Path, name: str, function: Callable[[], _Result], cure: str = "")
 # --- the loaded model -------------------------------------------------------------------------
 
 
-def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
+def load(
+    artifact: Artifact,
+    config: ModelConfig,
+    device: torch.device | None,
+) -> Loaded:
     """Load what a model.py defines, or what MODEL_FACTORY of a package returns.
 
     A module is filled with the weights of its version folder and moved to its device.
@@ -206,7 +215,11 @@ def _from_package(config: ModelConfig, artifact: Artifact) -> tuple[object, bool
     return factory.from_pretrained(str(folder), local_files_only=True, **keywords), True
 
 
-def _build(config: ModelConfig, artifact: Artifact, factory: Callable[..., object]) -> object:
+def _build(
+    config: ModelConfig,
+    artifact: Artifact,
+    factory: Callable[..., object],
+) -> object:
     build = partial(factory, **(config.options.model_kwargs or {}))
     if artifact.weights is None:
         return build()

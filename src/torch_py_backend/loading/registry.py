@@ -22,7 +22,11 @@ _OF_SOURCE = ("model_class", "model_kwargs", "weights")
 Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Loaded]"
 
 
-def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
+def load(
+    artifact: Artifact,
+    config: ModelConfig,
+    device: torch.device | None,
+) -> Loaded:
     """Load an artifact as a module in eval mode on a device; None: the model places itself.
 
     Raises:

@@ -15,7 +15,11 @@ from torch_py_backend.loading.loaded import Forward, Loaded, reading
 from torch_py_backend.signature import introspection
 
 
-def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
+def load(
+    artifact: Artifact,
+    config: ModelConfig,
+    device: torch.device | None,
+) -> Loaded:
     """Load an archive that torch.jit.save wrote, in eval mode, with its weights in the mapped file.
 
     Raises:

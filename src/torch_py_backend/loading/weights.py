@@ -160,7 +160,12 @@ def _skipping(name: str, skipped: list[str]) -> Callable[..., Tensor]:
     """Return a method that draws nothing, and appends its name to a list."""
     draw = getattr(Tensor, name)
 
-    def skip(tensor: Tensor, *args: object, generator: object = None, **keywords: object) -> Tensor:
+    def skip(
+        tensor: Tensor,
+        *args: object,
+        generator: object = None,
+        **keywords: object,
+    ) -> Tensor:
         if generator is not None:  # whose next values must be as if these had been drawn
             return draw(tensor, *args, generator=generator, **keywords)  # type: ignore[no-any-return]
         skipped.append(name)

@@ -67,7 +67,13 @@ class Row(NamedTuple):
     failure: str = ""
 
 
-def candidates(folder: Path, version: str, document: Document, *, reduced: bool) -> Iterator[Row]:
+def candidates(
+    folder: Path,
+    version: str,
+    document: Document,
+    *,
+    reduced: bool,
+) -> Iterator[Row]:
     """Yield the figures of the model as configured, and then of each candidate that suits it.
 
     Those of the model as configured show how far two measurements of one model differ. 16-bit types

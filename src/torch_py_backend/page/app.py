@@ -77,7 +77,11 @@ class Page:
         stopping: whether the endpoints report that nothing is ready, since the server is stopped.
     """
 
-    def __init__(self, listener: socket.socket, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        snapshot: Callable[[], Snapshot],
+    ) -> None:
         self.stopping = False
         self._snapshot = snapshot
         routes = [
@@ -154,7 +158,11 @@ def _response(
 class _Connection(H11Protocol):
     """A connection of a client, which is closed when it takes too long, or when there are many."""
 
-    def __init__(self, opened: collections.deque[_Connection], **arguments: Any) -> None:
+    def __init__(
+        self,
+        opened: collections.deque[_Connection],
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
         self.logger = _SILENT
         self._opened = opened

@@ -56,7 +56,8 @@ def dependent_output(
         last: outputs of the last row alone.
     """
     for name, value in batch.items():
-        if any(name not in part or part[name].shape != value[:1].shape for part in (first, last)):
+        shapes = [part[name].shape for part in (first, last) if name in part]
+        if shapes != [value[:1].shape] * 2:
             continue
         alone = torch.cat([first[name], last[name]])
         if any(map(differs, alone, value[[0, -1]])):

@@ -99,7 +99,12 @@ class HookedPipeline:
         """Return the arguments of each row. Without a batch dimension a request is one row."""
         return binding, zip(*columns, strict=True) if self._batched else iter([columns])
 
-    def _prepare(self, item: Item, binding: InputBinding, rows: list[Sequence[Tree]]) -> Item:
+    def _prepare(
+        self,
+        item: Item,
+        binding: InputBinding,
+        rows: list[Sequence[Tree]],
+    ) -> Item:
         """Return the prepared rows of a request.
 
         Raises:
@@ -193,7 +198,12 @@ class HookedPipeline:
 
     # --- the module ----------------------------------------------------------------------------
 
-    def _call_batch(self, module: Module, binding: InputBinding, *columns: Tree) -> Tree:
+    def _call_batch(
+        self,
+        module: Module,
+        binding: InputBinding,
+        *columns: Tree,
+    ) -> Tree:
         """Return the module's result for columns, and those of parameters behind them."""
         count = len(binding.names)
         columns, parameters = columns[:count], _of_rows(columns[count:])

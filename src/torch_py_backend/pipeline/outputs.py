@@ -117,7 +117,12 @@ class Finite:
         return result
 
 
-def verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool = False) -> Verify:
+def verifier(
+    config: ModelConfig,
+    spec: TensorSpec,
+    *,
+    any_shape: bool = False,
+) -> Verify:
     """Return what verifies an output; see `_Output`."""
     kind = _Strings if spec.dtype.torch is None else _Tensor
     return kind(config, spec, any_shape=any_shape).verify
@@ -131,7 +136,13 @@ class _Output:
             does.
     """
 
-    def __init__(self, config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: TensorSpec,
+        *,
+        any_shape: bool,
+    ) -> None:
         self.name = spec.name
         # A batch output is verified in one dimension, and split later.
         self.flat = any(output.name == spec.name for output in config.batch_outputs)
@@ -180,7 +191,13 @@ class _Output:
 
 
 class _Tensor(_Output):
-    def __init__(self, config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: TensorSpec,
+        *,
+        any_shape: bool,
+    ) -> None:
         super().__init__(config, spec, any_shape=any_shape)
         self.dtype: torch.dtype = getattr(torch, str(spec.dtype.torch))
         # 16-bit weights and inputs change the type of outputs; the config has the type without.

@@ -78,8 +78,10 @@ class Pad:
 
         Those of a single one of the target shape are not copied.
         """
-        target = self.padded_shape([value.shape for value in items])
-        if [value.shape[1:] for value in items] == [tuple(target[1:])] * len(items):
+        shapes = [value.shape for value in items]
+        target = self.padded_shape(shapes)
+        dims = tuple(target[1:])
+        if all(shape[1:] == dims for shape in shapes):
             # forward() may change a shape in place: not that of the item.
             columns: Any = [to_column(value) for value in items]
             return columns[0].detach() if len(items) == 1 else concatenate(columns)
@@ -171,7 +173,11 @@ class Padding:
         if spec.optional:
             self.masks[mask] = name
 
-    def _parse_cuts(self, config: ModelConfig, settings: Mapping[str, Any]) -> Iterator[_Cut]:
+    def _parse_cuts(
+        self,
+        config: ModelConfig,
+        settings: Mapping[str, Any],
+    ) -> Iterator[_Cut]:
         outputs = {spec.name: spec for spec in config.outputs}
         free = [spec.name for spec in config.outputs if -1 in spec.dims]
         if free and settings and not any("outputs" in setting for setting in settings.values()):
@@ -221,7 +227,8 @@ class Padding:
 
     def split(self, items: Sequence[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
         """Split the items of one group by their lengths if they would be padded too much."""
-        pads = [(name, pad) for name, pad in self.pads.items() if name in items[0][1]]
+        _, first = items[0]
+        pads = [(name, pad) for name, pad in self.pads.items() if name in first]
         if all(pad.fit([item[name] for _, item in items]) for name, pad in pads):
             return [list(items)]
         parts: dict[tuple[int, ...], list[tuple[int, Item]]] = {}

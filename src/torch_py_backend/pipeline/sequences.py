@@ -162,7 +162,11 @@ class Slots:
         admit: returns an item as it is passed on, or the reason to refuse it.
     """
 
-    def __init__(self, config: ModelConfig, admit: Callable[[Item], Item | InputError]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        admit: Callable[[Item], Item | InputError],
+    ) -> None:
         self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
         controls = config.sequencing.controls if config.sequencing is not None else ()
         self._idle = {entry.name: entry.idle for entry in controls if entry.idle is not None}

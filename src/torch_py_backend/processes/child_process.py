@@ -34,7 +34,13 @@ _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _CURE = "The server's log may say more."
 
 
-def run(task: str, arguments: Mapping[str, object], seconds: float, *, quiet: bool = False) -> Any:
+def run(
+    task: str,
+    arguments: Mapping[str, object],
+    seconds: float,
+    *,
+    quiet: bool = False,
+) -> Any:
     """Run a function in a child process, and return its result.
 
     The processes that the function started end with it, except those in sessions of their own.

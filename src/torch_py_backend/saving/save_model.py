@@ -131,7 +131,12 @@ def save_model(
     return target
 
 
-def _write(folder: Path, files: ModuleFiles, formats: Sequence[Format], document: Document) -> None:
+def _write(
+    folder: Path,
+    files: ModuleFiles,
+    formats: Sequence[Format],
+    document: Document,
+) -> None:
     """Write the folder in the first format in which the module can be saved, and its config."""
     kind, *others = formats
     try:

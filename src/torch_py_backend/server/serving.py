@@ -76,7 +76,11 @@ class Serving:
                 " --allow-empty serves it as it is."
             )
 
-    def run(self, on_loaded: Callable[[], None], is_over: Callable[[], bool]) -> int | None:
+    def run(
+        self,
+        on_loaded: Callable[[], None],
+        is_over: Callable[[], bool],
+    ) -> int | None:
         """Run the server, and keep its models serving, in a thread that lives as long.
 
         Args:

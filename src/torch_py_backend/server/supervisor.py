@@ -229,7 +229,12 @@ class Supervisor:
             name = f"{name} {state.versions}".strip()
         self._events.append(Event(kind, name, text))
 
-    def _serve(self, model: ModelRecord, config: Mapping[str, Any], text: str = "") -> None:
+    def _serve(
+        self,
+        model: ModelRecord,
+        config: Mapping[str, Any],
+        text: str = "",
+    ) -> None:
         """Report that a model was loaded, and its warnings; note which models it consists of."""
         if model.attempts and model.phase is not Phase.SERVING:
             text = f"serves again after {self._clock() - model.since:.1f} s"

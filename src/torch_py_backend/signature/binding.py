@@ -212,7 +212,11 @@ def _bind_places(
     )
 
 
-def _call_tree(unflatten: Unflatten, module: Forward, columns: Sequence[object]) -> object:
+def _call_tree(
+    unflatten: Unflatten,
+    module: Forward,
+    columns: Sequence[object],
+) -> object:
     args, kwargs = unflatten(columns)
     return module(*args, **kwargs)
 

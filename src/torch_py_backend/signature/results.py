@@ -74,8 +74,10 @@ def bind_outputs(
     selected = list(bound.values())
     if selected == [()]:
         return lambda result: (result,)
-    if isinstance(result, tuple | list) and selected == [(index,) for index in range(len(result))]:
-        return partial(_whole, len(result))
+    if isinstance(result, tuple | list):
+        count = len(result)
+        if selected == [(index,) for index in range(count)]:
+            return partial(_whole, count)
     if isinstance(result, Mapping) and all(len(keys) == 1 for keys in selected):
         return partial(_values, tuple(key for (key,) in selected))
     return lambda result: [_part(result, keys) for keys in selected]
