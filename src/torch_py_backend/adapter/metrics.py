@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -209,8 +210,8 @@ class Publisher:
         self.sequences: Sequences | None = None
         # Triton's metrics, by the name of the family and the value of its own label.
         self._metrics: dict[tuple[str, str], Any] = {}
-        # Those that were counted by the warm-up, and those that were published.
-        self._counted = {
+        # Their last values, and what was counted by the warm-up.
+        self._before = {
             (row.name, label): value
             for row in TABLE
             if row.grows and not row.of_load
@@ -256,13 +257,14 @@ class Publisher:
         series = row.name, label
         if series not in self._metrics:
             self._metrics[series] = self._create(row, label)
-        if not row.grows:
-            # Also the same value: an instance of the same name that ended since, as in a reload
-            # without a pause, has set it to 0.
+        before = self._before.get(series, 0.0 if row.grows else math.nan)
+        if row.grows and value > before:
+            self._metrics[series].increment(value - before)
+        # Also the same value: an instance of the same name that ended since, as in a reload without
+        # a pause, has set it to 0. A 0 is set once: a server that ends meanwhile never answers.
+        elif not row.grows and (value or before):
             self._metrics[series].set(value)
-        elif value > (counted := self._counted.get(series, 0)):
-            self._metrics[series].increment(value - counted)
-            self._counted[series] = value
+        self._before[series] = value
 
     def _create(self, row: Family, label: str) -> Any:
         """Return Triton's metric for a family and the value of its own label."""
