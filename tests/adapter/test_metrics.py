@@ -198,6 +198,17 @@ def test_compilation(tmp_path: Path) -> None:
     assert published("eager_calls_total") == {"": 1}
 
 
+def test_an_idle_instance_sends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that stay 0 are set once: a server that has ended would never answer."""
+    monkeypatch.setattr(metrics, "_SECONDS", _SECONDS)  # published by the test alone
+    model = load(tmp_path, judge())
+    sent: list[float] = []
+    monkeypatch.setattr(fake_triton.Metric, "set", lambda _, value: sent.append(value))
+    model._publisher.publish()
+    assert sent == []
+    model.finalize()
+
+
 def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each GPU in use has its memory; on the CPU there are no such series."""
     monkeypatch.setattr(metrics, "_SECONDS", _SECONDS)  # published by the test alone
