@@ -201,6 +201,34 @@ def test_init_of_a_pretrained_folder(tmp_path: Path) -> None:
     assert outputs == [("logits", [-1, 100])]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--tensors",)])
+def test_init_of_a_classifier_of_texts(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """With its tokenizer it takes texts, else tokens that are padded; it has the labels."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "film": 2}, "[UNK]")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="[PAD]"
+    )
+    tokenizer.save_pretrained(tmp_path / "net")
+    settings = transformers.BertConfig(
+        vocab_size=3, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, pad_token_id=0, id2label={0: "bad", 1: "so-so", 2: "good"},
+    )  # fmt: skip
+    transformers.BertForSequenceClassification(settings).save_pretrained(tmp_path / "net")
+    _init(tmp_path, "net", *flags)
+    folder = tmp_path / "models" / "net"
+    document = pbtxt.read(folder)
+    assert (folder / "labels.txt").read_text() == "bad\nso-so\ngood\n"
+    (output,) = document["output"]
+    assert (output["name"], output["label_filename"]) == ("logits", "labels.txt")
+    assert (folder / "1" / "hooks.py").exists() is not bool(flags)
+    assert ("PAD" in document["parameters"]) is bool(flags)
+    names = [entry["name"] for entry in document["input"]]
+    assert names == (["input_ids", "attention_mask", "token_type_ids"] if flags else ["text"])
+
+
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_caches_of_decoders(name: str) -> None:
     """Versions of transformers name them differently."""

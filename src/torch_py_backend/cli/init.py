@@ -52,6 +52,13 @@ def init(
             help="Valid inputs by name, in safetensors, with the batch dimension if there is one."
         ),
     ] = None,
+    tensors: Annotated[
+        bool,
+        typer.Option(
+            "--tensors",
+            help="Take tensors for a Hugging Face classifier, although its folder has a tokenizer.",
+        ),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the model folder that is there.")
     ] = False,
@@ -66,7 +73,8 @@ def init(
     with about(name), tempfile.TemporaryDirectory(prefix="torch-py-backend-") as scratch:
         if absolute.suffix == ".mar":
             absolute, settings = archive.unpack(absolute, Path(scratch))
-        artifact = artifact_files.find(absolute, example)
+        tensors = tensors or bool(entries)
+        artifact = artifact_files.find(absolute, example, tensors=tensors)
         creation.check_name(name)
         report = creation.create(target, artifact, entries, settings=settings, force=force)
     console = Console(soft_wrap=True, highlight=False, emoji=False)

@@ -292,7 +292,8 @@ def _pairs(returned: object, count: int) -> Sequence[tuple[object, object]]:
         OutputError: step() has returned something else.
     """
     pairs = returned if isinstance(returned, list | tuple) else ()
-    if len(pairs) == count and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):  # noqa: PLR2004
+    are_pairs = (isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)  # noqa: PLR2004
+    if len(pairs) == count and all(are_pairs):
         return pairs
     items = f"a list of {len(returned)}" if isinstance(returned, list) else a_type(returned)
     raise OutputError(

@@ -5,17 +5,21 @@ Imports no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import discovery, source_dependencies
 from torch_py_backend.loading.discovery import ArtifactType
 
 EXAMPLE = "example_inputs.safetensors"
+_LABELS = "labels.txt"
+_TEXT_HOOKS = Path(__file__).parents[1] / "saving" / "text_hooks.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +30,33 @@ class ArtifactFiles:
         files: source paths by their names in the version folder; the model file comes first.
         parameters: the options that the model needs in config.pbtxt.
         pretrained_config: the contents of config.json of transformers; empty for other artifacts.
+        inputs: the inputs, as entries of config.pbtxt; empty: they come from the model.
     """
 
     files: Mapping[str, Path]
     parameters: Mapping[str, str] = field(default_factory=dict)
     pretrained_config: Document = field(default_factory=dict)
+    inputs: Sequence[Document] = ()
 
 
-def find(path: Path, example: Path | None) -> ArtifactFiles:
+def find(
+    path: Path,
+    example: Path | None,
+    *,
+    tensors: bool = False,
+) -> ArtifactFiles:
     """Return the files to serve for an artifact.
 
     Args:
         path: the model file, or a folder that `save_pretrained` wrote.
         example: a file with valid inputs; None: one beside the model file, if there is one.
+        tensors: whether a classifier of texts takes tensors, although its tokenizer is there.
     """
     beside = path.parent / EXAMPLE
     extra = {EXAMPLE: (example or beside).absolute()} if example or beside.is_file() else {}
     if path.is_dir():
-        return _pretrained(path, {} if example is None else extra)
+        found = _pretrained(path, {} if example is None else extra)
+        return found if tensors or example is not None else _with_tokenizer(found)
     hooks = path.with_name(discovery.HOOKS)
     if hooks.is_file() and b"Hooks" in hooks.read_bytes():
         extra |= source_dependencies.modules(hooks.parent, hooks.stem)
@@ -82,6 +95,21 @@ def _pretrained(folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
     return ArtifactFiles({**files, **extra}, factory, config)
 
 
+def _with_tokenizer(artifact: ArtifactFiles) -> ArtifactFiles:
+    """Return a classifier of texts whose hooks tokenize them, if its tokenizer is there.
+
+    Other models have results for each token: a batch of texts would pad them.
+    """
+    files, factory = artifact.files, artifact.parameters["MODEL_FACTORY"]
+    has_tokenizer = "tokenizer_config.json" in files and discovery.HOOKS not in files
+    if not has_tokenizer or not factory.endswith("ForSequenceClassification"):
+        return artifact
+    text = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
+    return dataclasses.replace(
+        artifact, files={**files, discovery.HOOKS: _TEXT_HOOKS}, inputs=(text,)
+    )
+
+
 def pretrained_kwargs(arguments: Iterable[str]) -> JsonObject:
     """Return arguments of a transformers model without which it would return its cache.
 
@@ -110,3 +138,35 @@ def pretrained_inputs(
         for name in (*required, *optional)
         if "input_ids" in arguments and name in arguments
     ]
+
+
+def pad(config: Document, document: JsonObject) -> None:
+    """Let requests of different lengths share a batch, if the model has a token to pad with.
+
+    Args:
+        config: the contents of config.json.
+        document: the config of the model, with its `pretrained_inputs`; it is changed in place.
+    """
+    token = config.get("pad_token_id")
+    names = [entry["name"] for entry in document["input"]]
+    if token is None or "attention_mask" not in names or config.get("is_encoder_decoder"):
+        return
+    as_long = [entry["name"] for entry in document["output"] if -1 in entry["dims"]]
+    settings: dict[str, JsonObject] = {name: {} for name in names if name != "attention_mask"}
+    settings["input_ids"] = {"value": token, "mask": "attention_mask", "outputs": as_long}
+    document["parameters"] |= pbtxt.parameters({"PAD": settings})
+    for entry in document["input"]:
+        entry["allow_ragged_batch"] = True
+
+
+def write_labels(config: Document, document: JsonObject, folder: Path) -> None:
+    """Write the labels of a classifier into its model folder, as Triton's `label_filename`."""
+    labels = config.get("id2label") or {}
+    text = ""
+    for key in sorted(labels, key=int):
+        words = str(labels[key]).split()
+        text += " ".join(words) + "\n"
+    for entry in document["output"]:
+        if labels and entry["name"] == "logits" and entry["dims"] == [len(labels)]:
+            entry["label_filename"] = _LABELS
+            (folder / _LABELS).write_text(text, encoding="utf-8")

@@ -73,7 +73,7 @@ def create(
             path.parent.mkdir(parents=True, exist_ok=True)
             transfer(source, path)
         document = pbtxt.read(folder)
-        document["input"] = list(inputs)
+        document["input"] = list(inputs or artifact.inputs)
         document["parameters"] = pbtxt.parameters(artifact.parameters)
         if discovery.is_cuda_package(folder / "1" / next(iter(artifact.files))):
             document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]

@@ -96,6 +96,7 @@ def _complete(
         pretrained: the contents of config.json of transformers; empty for other models.
         settings: entries of config.pbtxt for a model with a batch dimension.
     """
+    takes_tokens = False
     if pretrained:
         names = schema.signature(arguments).named
         if kwargs := artifact_files.pretrained_kwargs(names):
@@ -105,12 +106,16 @@ def _complete(
             (version / name).exists() for name in (EXAMPLE, HOOKS)
         ):
             document["input"] = artifact_files.pretrained_inputs(pretrained, names)
+            takes_tokens = bool(document["input"])
         arguments = {**arguments, "model_config": json.dumps(document)}
     inferred = schema.describe(arguments, finds_batch=True)
     document["max_batch_size"] = inferred["max_batch_size"]
     completion.fill(document, inferred)
     if document["max_batch_size"]:
         document |= {"dynamic_batching": {}, **settings}
+        if takes_tokens:
+            artifact_files.pad(pretrained, document)
+    artifact_files.write_labels(pretrained, document, Path(arguments["model_repository"]))
 
 
 def _described(spec: TensorSpec) -> str:

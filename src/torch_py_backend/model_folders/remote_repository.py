@@ -118,6 +118,6 @@ def _with_model_folder(fetched: Path) -> Path:
     repository = fetched.with_name("models")
     shutil.rmtree(repository, ignore_errors=True)
     with about(fetched.name):
-        artifact = artifact_files.find(fetched, None)
+        artifact = artifact_files.find(fetched, None, tensors=True)
         creation.create(repository / fetched.name, artifact, [], transfer=os.link)
     return repository

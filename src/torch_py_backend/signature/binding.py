@@ -83,7 +83,8 @@ def bind_inputs(
         if container.type is not ArgumentType.DICT:
             numbers = [number for number in map(ordinal, names) if number is not None]
             keys = numbers if len(numbers) == len(names) else range(len(names))
-        places = {name: (container.name, (key,)) for name, key in zip(names, keys, strict=True)}
+        pairs = zip(names, keys, strict=True)
+        places = {name: (container.name, (key,)) for name, key in pairs}
     if len(set(places.values())) < len(names):
         raise BindingError(
             f"two of the inputs {join_names(names)} feed the same argument",
