@@ -31,7 +31,7 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "src": Limit("lines of src", 16_025),
+    "src": Limit("lines of src", 16_030),
     "tests": Limit("lines of tests", 28_040),
     "words": Limit("words of docs, CONTRIBUTING and README", 22_200),
     "longest": Limit("longest file of src, lines", 400),

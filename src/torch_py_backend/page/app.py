@@ -145,7 +145,10 @@ def _problem(snapshot: Snapshot) -> str:
 
 
 def _response(
-    key: str, reason: str, status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE, **more: object
+    key: str,
+    reason: str,
+    status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE,
+    **more: object,
 ) -> Response:
     """Return 200 without a reason, else the status; empty values are left out."""
     details = {"reason": reason, **more}

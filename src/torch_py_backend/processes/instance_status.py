@@ -128,7 +128,8 @@ def _status(word: int) -> Status:
 
 def _unpublished() -> memoryview[int]:
     """Return the memory of a state that no file has."""
-    return memoryview(bytearray(_word(InstanceState.LOADING).to_bytes(8, sys.byteorder))).cast("Q")
+    word = _word(InstanceState.LOADING)
+    return memoryview(bytearray(word.to_bytes(8, sys.byteorder))).cast("Q")
 
 
 def start(config: ModelConfig) -> InstanceStatus:
