@@ -32,7 +32,7 @@ class Limit(NamedTuple):
 
 LIMITS = {
     "src": Limit("lines of src", 16_030),
-    "tests": Limit("lines of tests", 28_040),
+    "tests": Limit("lines of tests", 28_075),
     "words": Limit("words of docs, CONTRIBUTING and README", 22_200),
     "longest": Limit("longest file of src, lines", 400),
     "tokens": Limit("tokens per line of code in src", 8.5),

@@ -164,6 +164,8 @@ class LocalServer:
                 code = serving.run(lambda: started.set_result(None), self._ended.is_set)
                 if code is not None:
                     raise ToolError(f"tritonserver has ended; its log says why: {log}.")
+                if not started.done():
+                    raise ToolError("the server was stopped during its start.")
             log.unlink()
         except Exception as error:
             if str(log) not in str(error):

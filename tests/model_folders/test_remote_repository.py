@@ -82,7 +82,12 @@ def _hostile(store: Any, _: pytest.MonkeyPatch) -> None:
     store.store["/bucket/models/../../outside"] = store.store["/bucket/models/a/config.pbtxt"]
 
 
-@pytest.mark.parametrize("fault", [_gone, _denied, _breaks, _hostile])
+def _forged(store: Any, _: pytest.MonkeyPatch) -> None:
+    """The names in this file would be removed from the folder by the next fetch."""
+    store.pipe_file("/bucket/models/.fetched.json", b'{"../../../outside": ""}')
+
+
+@pytest.mark.parametrize("fault", [_gone, _denied, _breaks, _hostile, _forged])
 def test_faults(fault: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that fails does not change what was fetched last; without that it is an error."""
     lines: list[str] = []

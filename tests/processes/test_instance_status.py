@@ -118,3 +118,12 @@ def test_files_that_cannot_be_read(
     damage(path.with_suffix(suffix))
     with pytest.raises((ValueError, OSError)):
         Reader(path)
+
+
+def test_a_report_that_is_damaged_later(folder: Path) -> None:
+    """It says nothing: the supervisor goes on."""
+    instance_status.start(_config())
+    (path,) = instance_status.files(folder)
+    reader = Reader(path)
+    path.with_suffix(".json").write_bytes(b"{")
+    assert reader.report() == {}

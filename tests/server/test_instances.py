@@ -74,6 +74,8 @@ def test_shared_memory_of_a_dead_instance(
     """It is removed; Triton would keep it until the server ends. Damaged files are ignored."""
     (tmp_path / "1.status").write_bytes(b"?")
     (tmp_path / "2.status").mkdir()
+    (tmp_path / "3.status").write_bytes(bytes(4096))
+    (tmp_path / "3.json").write_text("{}")
     shared = tmp_path / "shared"
     shared.mkdir()
     monkeypatch.setattr(cleanup, "SHARED_MEMORY", shared)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +19,7 @@ from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 from torch_py_backend import local_server
 from torch_py_backend.errors import InputError, ToolError
 from torch_py_backend.local_server import LocalServer
+from torch_py_backend.server.serving import Serving
 from torch_py_backend.server.supervisor import Event
 
 
@@ -103,6 +108,20 @@ def test_before_the_start() -> None:
             use()
     server.stop()
     assert repr(server).endswith("/models: not started>")
+
+
+def test_stopped_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """stop() in another thread, as a notebook may call it, ends start() with an error."""
+    server = LocalServer(tmp_path, allow_empty=True)
+
+    def run(_: Serving, __: Callable[[], None], is_over: Callable[[], bool]) -> None:
+        threading.Thread(target=server.stop).start()
+        while not is_over():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Serving, "run", run)
+    with pytest.raises(ToolError, match="stopped during its start"):
+        server.start()
 
 
 def test_lines_on_a_terminal(

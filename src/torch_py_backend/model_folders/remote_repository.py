@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -100,14 +99,17 @@ def _fetch_files(url: str, folder: Path, report: Report) -> None:
     if changed:
         report(f"fetching {len(changed)} files from {url}")
     # Complete files get their names last: a fetch that fails leaves the files of the last one.
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        for name in changed:
-            path = Path(scratch, name).resolve()
-            if not path.is_relative_to(Path(scratch).resolve()):
-                raise ValueError(f"the file {name!r} leads out of the folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            store.get_file(f"{root.rstrip('/')}/{name}", str(path))
-        shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
+    scratch = folder.with_name(".part").resolve()
+    shutil.rmtree(scratch, ignore_errors=True)  # of a fetch that was killed
+    scratch.mkdir()
+    for name in changed:
+        path = (scratch / name).resolve()
+        if not path.is_relative_to(scratch) or path == scratch / _FETCHED:
+            raise ValueError(f"the file {name!r} leads out of the folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store.get_file(f"{root.rstrip('/')}/{name}", str(path))
+    shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
+    shutil.rmtree(scratch)
     for name in before.keys() - present.keys():
         (folder / name).unlink(missing_ok=True)
     files.replace(fetched, json.dumps(present).encode())

@@ -173,6 +173,7 @@ class Reader:
     Raises:
         OSError: a file cannot be opened: the instance has ended and removed its files.
         ValueError: a file is damaged.
+        KeyError, TypeError: the report has no identity.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,6 +188,6 @@ class Reader:
 
     def report(self) -> dict[str, Any]:
         """Return what the instance has reported; nothing if it has ended and removed its files."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             return dict(json.loads(self._report.read_bytes()))
         return {}

@@ -49,7 +49,7 @@ class InstanceMonitor:
         for path in instance_status.files(self._folder):
             if path not in self._instances:
                 # OSError: the instance has ended and removed its files. Damaged ones are ignored.
-                with contextlib.suppress(OSError, ValueError):
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                     self._instances[path] = _Instance(Reader(path))
         failures = []
         for path, instance in list(self._instances.items()):
