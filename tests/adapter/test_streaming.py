@@ -320,6 +320,25 @@ def test_the_end_of_an_instance(tmp_path: Path) -> None:
     assert _live() == 0
 
 
+def test_the_end_of_an_instance_whose_thread_has_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing = threading.Event()
+
+    def begin_late(_: torch.device) -> None:
+        if threading.current_thread().name == "streams":
+            closing.wait(_SECONDS)
+
+    monkeypatch.setattr(runtime, "make_current", begin_late)
+    served = _Served(tmp_path, _model(_ENDLESS))
+    streams = served.model._streaming
+    assert streams is not None
+    threading.Timer(0.2, closing.set).start()
+    served.model.finalize()
+    assert not streams._thread.is_alive()
+    assert streams._loop.is_closed()
+
+
 _TICKER = next(entry for entry in streamed.TABLE if entry.scenario.name == "ticker")
 
 

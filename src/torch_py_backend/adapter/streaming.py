@@ -90,10 +90,9 @@ class Streaming:
 
     def close(self) -> None:
         """End the live streams with an error, in bounded time. May be called twice."""
-        self._closed = True
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop is closing already
-                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop.call_soon_threadsafe(self._stop)
             self._thread.join(_SECONDS_TO_END)
 
     # --- in the thread of the streams --------------------------------------------------------
@@ -110,6 +109,12 @@ class Streaming:
                     self._loop.run_forever()
             self._loop.run_until_complete(self._finish())
         self._loop.close()
+
+    def _stop(self) -> None:
+        """End `run_forever`, but not `_finish`, which may run already."""
+        if not self._closed:
+            self._closed = True
+            self._loop.stop()
 
     def _refuse(self, error: Exception, client: _Client) -> None:
         client.end(self._engine.failures.unreadable(error))
