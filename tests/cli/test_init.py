@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -120,7 +122,7 @@ def test_init_without_examples(tmp_path: Path) -> None:
     refuse("cannot be multiplied", "init", "net.pt", "--input=x:FP32:5", cwd=tmp_path)
     assert not (tmp_path / "net").exists()
     done = _init(tmp_path, "net.pt", _INPUT)
-    assert done.stdout.endswith("\nnext: torch-py-backend serve .\n")
+    assert "\nnext: torch-py-backend serve .\nthen: curl http" in done.stdout
     document = pbtxt.read(tmp_path / "net")
     assert document["max_batch_size"] == 8
     assert [document[role][0]["dims"] for role in ("input", "output")] == [[4], [3]]
@@ -141,6 +143,49 @@ def test_init_of_weights(tmp_path: Path) -> None:
     refuse("--force (in Python", "init", "net.py", _INPUT, cwd=tmp_path)
     _init(tmp_path, "net.py", _INPUT, "--force")
     assert {path.name for path in tmp_path.iterdir()} == {"net", "net.pt", "net.py"}
+
+
+def test_init_serves_the_class_of_the_weights(tmp_path: Path) -> None:
+    scenarios.text(models.source(models.Affine, models.Negate), "nets.py")(tmp_path)
+    scenarios.safe(scenarios.affine().state_dict(), "nets.safetensors")(tmp_path)
+    _init(tmp_path, "nets.py", _INPUT)
+    parameters = pbtxt.read(tmp_path / "nets")["parameters"]
+    assert parameters["MODEL_CLASS"]["string_value"] == "Affine"
+    text = "do not fit the module"
+    refuse(text, "init", "nets.py", "--class=Negate", _INPUT, "--force", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sent"),
+    [
+        (["x:FP32:2x3"], {"x": [1, 2, 3]}),
+        (
+            ["x:FP32:300", "texts:BYTES:1", "flag:BOOL:1"],
+            {"x": [1, 300], "texts": [1, 1], "flag": [1, 1]},
+        ),
+    ],
+    ids=["inline", "large"],
+)
+def test_init_prints_a_request(
+    inputs: list[str], sent: dict[str, list[int]], tmp_path: Path
+) -> None:
+    names = ", ".join(sent)
+    source = f"def forward({names.replace('texts', 'texts: list[str]')}):\n    return x\n"
+    scenarios.text(source, "net.py")(tmp_path)
+    command = _init(tmp_path, "net.py", *(f"--input={text}" for text in inputs)).stdout
+    curl = tmp_path / "curl"
+    curl.write_text('#!/bin/sh\ncase "$3" in @-) cat;; *) echo "$3";; esac\n')
+    curl.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    request = subprocess.run(
+        command.rpartition("then: ")[2],
+        shell=True, env={"PATH": path}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    entries = json.loads(request.stdout)["inputs"]
+    assert {entry["name"]: entry["shape"] for entry in entries} == sent
+    for entry in entries:
+        assert len(entry["data"]) == math.prod(entry["shape"])
+        assert entry["datatype"] in inputs[list(sent).index(entry["name"])]
 
 
 _TAKES = """
@@ -191,7 +236,7 @@ def test_init_of_a_pretrained_folder(tmp_path: Path) -> None:
         vocab_size=100, n_embd=16, n_layer=1, n_head=2, n_positions=32, pad_token_id=0
     )
     transformers.GPT2LMHeadModel(settings).save_pretrained(tmp_path / "gpt2-v1.0")
-    assert _init(tmp_path, "gpt2-v1.0").stdout.endswith("serve models\n")
+    assert "serve models\n" in _init(tmp_path, "gpt2-v1.0").stdout
     document = pbtxt.read(tmp_path / "models" / "gpt2-v1.0")
     factory = document["parameters"]["MODEL_FACTORY"]["string_value"]
     assert factory == "transformers:GPT2LMHeadModel"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import re
 import shlex
 import tempfile
+import urllib.parse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +18,15 @@ from rich.console import Console
 
 from torch_py_backend.cli.check import print_model
 from torch_py_backend.config import dtypes, pbtxt
-from torch_py_backend.config.pbtxt import JsonObject
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ToolError, about
 from torch_py_backend.model_folders import archive, artifact_files, creation
 
 # NAME:TYPE:DIMS; DIMS are numbers separated by x.
 _INPUT = re.compile(r"(?P<name>.+):(?P<type>\w+):(?P<dims>(?:-1|\d+)(?:x(?:-1|\d+))*)?")
+
+# Ones of types that are no numbers, in Python.
+_ONES = {"BOOL": "True", "BYTES": '"text"'}
 
 
 def init(
@@ -52,6 +60,15 @@ def init(
             help="Valid inputs by name, in safetensors, with the batch dimension if there is one."
         ),
     ] = None,
+    model_class: Annotated[
+        str,
+        typer.Option(
+            "--class",
+            metavar="NAME",
+            help="The class of a .py file to serve; by default the only one, or the one whose"
+            " state_dict has the keys of the weights.",
+        ),
+    ] = "",
     tensors: Annotated[
         bool,
         typer.Option(
@@ -75,6 +92,9 @@ def init(
             absolute, settings = archive.unpack(absolute, Path(scratch))
         tensors = tensors or bool(entries)
         artifact = artifact_files.find(absolute, example, tensors=tensors)
+        if model_class:
+            parameters = {**artifact.parameters, "MODEL_CLASS": model_class}
+            artifact = dataclasses.replace(artifact, parameters=parameters)
         creation.check_name(name)
         report = creation.create(target, artifact, entries, settings=settings, force=force)
     console = Console(soft_wrap=True, highlight=False, emoji=False)
@@ -82,6 +102,22 @@ def init(
     print_model(console, "OK", {"model": name, "version": "1", **report})
     serve = shlex.join(["torch-py-backend", "serve", str(parent)])
     console.print(f"next: {serve}", markup=False)
+    if report["request"]:
+        console.print(f"then: {_request(name, report['request'])}", markup=False)
+
+
+def _request(name: str, inputs: Sequence[Document]) -> str:
+    """Return the shell command that sends a request; if an input has no `data`, all are ones."""
+    url = f"http://127.0.0.1:8000/v2/models/{urllib.parse.quote(name)}/infer"
+    if all("data" in entry for entry in inputs):
+        return shlex.join(["curl", url, "-d", json.dumps({"inputs": inputs})])
+    texts = []
+    for entry in inputs:
+        one = _ONES.get(entry["datatype"], "1")
+        text = json.dumps({**entry, "data": []})
+        texts.append(text.replace('"data": []', f'"data": [{one}] * {math.prod(entry["shape"])}'))
+    code = f'import json; print(json.dumps({{"inputs": [{", ".join(texts)}]}}))'
+    return f"{shlex.join(['python3', '-c', code])} | {shlex.join(['curl', url, '-d', '@-'])}"
 
 
 def _parse_input(text: str) -> JsonObject:

@@ -229,16 +229,7 @@ def _build(
 def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
     """Return the class or function in the source that is to be served."""
     options = config.options
-    public = {
-        name: value
-        for name, value in vars(source).items()
-        if not name.startswith("_") and name != "example_inputs"
-    }
-    own = {
-        name: value
-        for name, value in public.items()
-        if getattr(value, "__module__", None) == source.__name__
-    }
+    public, own = _public(source)
     functions = {name: value for name, value in own.items() if inspect.isfunction(value)}
     classes = _module_classes(own)
     name = options.model_factory or options.model_class
@@ -264,6 +255,26 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
         expected="one class derived from torch.nn.Module, or one function",
         cure="Name the one to serve with the parameter MODEL_CLASS.",
     )
+
+
+def module_classes(source: ModuleType) -> dict[str, type]:
+    """Return the public classes of modules that a source file defines."""
+    return _module_classes(_public(source)[1])
+
+
+def _public(source: ModuleType) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the public names of a source file, and those that it defines itself."""
+    public = {
+        name: value
+        for name, value in vars(source).items()
+        if not name.startswith("_") and name != "example_inputs"
+    }
+    own = {
+        name: value
+        for name, value in public.items()
+        if getattr(value, "__module__", None) == source.__name__
+    }
+    return public, own
 
 
 def _module_classes(scope: Mapping[str, object]) -> dict[str, type]:

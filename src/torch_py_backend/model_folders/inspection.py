@@ -6,6 +6,7 @@ of `initialize`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,8 @@ from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, OutputError, counted
-from torch_py_backend.loading import example_inputs
-from torch_py_backend.loading.discovery import HOOKS
+from torch_py_backend.loading import discovery, example_inputs, python_source, weights
+from torch_py_backend.loading.discovery import HOOKS, ArtifactType
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.model_folders.artifact_files import EXAMPLE
 from torch_py_backend.pipeline import batches
@@ -30,6 +31,8 @@ from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference,
 from torch_py_backend.values import Item, Value
 
 _MOST_WARNINGS = 10_000
+# The most values of an input that are printed.
+_MOST_VALUES = 64
 _CURE = (
     "Check that the module can be built again from model_kwargs and its weights, that its answers"
     " are not random, and, if it is exported, that its code depends neither on the values of its"
@@ -80,6 +83,7 @@ def inspect(
         "inputs": [f"{text} → {places[name]}" for name, text in inputs.items()],
         "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
+        "request": _request(engine, document),
         "warnings": [record.getMessage() for record in warnings.buffer],
         "config": document,
     }
@@ -96,6 +100,9 @@ def _complete(
         pretrained: the contents of config.json of transformers; empty for other models.
         settings: entries of config.pbtxt for a model with a batch dimension.
     """
+    if model_class := _class_of_weights(arguments):
+        document["parameters"] |= pbtxt.parameters({"MODEL_CLASS": model_class})
+        arguments = {**arguments, "model_config": json.dumps(document)}
     takes_tokens = False
     if pretrained:
         names = schema.signature(arguments).named
@@ -116,6 +123,56 @@ def _complete(
         if takes_tokens:
             artifact_files.pad(pretrained, document)
     artifact_files.write_labels(pretrained, document, Path(arguments["model_repository"]))
+
+
+def _class_of_weights(arguments: Mapping[str, str]) -> str:
+    """Return the one of several classes that has the keys of the weights; empty: no such one."""
+    config = model_config.parse(arguments, complete=False)
+    artifact, options = discovery.find(config), config.options
+    if artifact.kind is not ArtifactType.MODULE or artifact.weights is None:
+        return ""
+    if options.model_class or options.model_factory:
+        return ""
+    classes = python_source.module_classes(python_source.import_source(artifact.path))
+    keys = weights.read(config, artifact.weights).keys()
+    fitting = []
+    for name, module_class in classes.items() if len(classes) > 1 else ():
+        with contextlib.suppress(Exception):  # it takes arguments, or is not to be built alone
+            if module_class(**(options.model_kwargs or {})).state_dict().keys() == keys:
+                fitting.append(name)
+    return fitting[0] if len(fitting) == 1 else ""
+
+
+def _request(engine: Engine, document: Document) -> list[JsonObject]:
+    """Return the inputs of a request of one row, in the JSON of Triton's HTTP endpoint.
+
+    An input of many values has no `data`. Empty: JSON cannot hold such a request.
+    """
+    values = batch(engine, 1)
+    inputs = []
+    for entry in document["input"]:
+        data_type, value = entry["data_type"].removeprefix("TYPE_"), values[entry["name"]]
+        shape = list(value.shape)
+        if "reshape" in entry:
+            rows = shape[:1] if document["max_batch_size"] else []
+            shape = [*rows, *entry["dims"]]
+        try:
+            data = [_plain(element) for element in value.reshape(-1).tolist()]
+        except UnicodeDecodeError:
+            return []
+        if data_type in ("FP16", "BF16"):
+            return []
+        datatype = "BYTES" if data_type == "STRING" else data_type
+        sent = {"name": entry["name"], "datatype": datatype, "shape": shape}
+        inputs.append(sent | {"data": data} if len(data) <= _MOST_VALUES else sent)
+    return inputs
+
+
+def _plain(element: object) -> object:
+    """Return an element of a tensor as JSON has it; numbers are rounded."""
+    if isinstance(element, bytes):
+        return element.decode()
+    return round(element, 4) if isinstance(element, float) else element
 
 
 def _described(spec: TensorSpec) -> str:
