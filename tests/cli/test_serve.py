@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from torch_py_backend.server import server_arguments
+from torch_py_backend.server import tritonserver
 from torch_py_backend.server.supervisor import Event
 
 # `cli.serve` is the command; other functions are in the module of the same name.
@@ -28,7 +29,7 @@ def test_an_event_is_one_line() -> None:
         ("127.0.0.1", "", ""),
         ("0.0.0.0", "", "endpoints model-repository, shared-memory, trace, logging;"),
         ("0.0.0.0", "trace,health", "endpoints model-repository, shared-memory, logging;"),
-        ("0.0.0.0", ",".join(server_arguments.SENSITIVE), ""),
+        ("0.0.0.0", ",".join(tritonserver.SENSITIVE), ""),
     ],
     ids=["loopback", "all", "some", "none"],
 )
@@ -75,3 +76,19 @@ def test_output_that_cannot_be_written(
             check=False,
         )
     assert ended.stderr.startswith("error: tritonserver ended with exit code 3; its log says more")
+
+
+def test_orphans_in_a_container_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As process 1, serve reaps processes whose parents died, but not the server."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    server = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+    orphan = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+    serve.reap_orphans(server)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(orphan, 0)
+    os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+    serve.reap_orphans(server)
+    assert os.waitpid(server, 0) == (server, signal.SIGKILL)
+    serve.reap_orphans(server)

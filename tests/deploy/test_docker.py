@@ -25,7 +25,7 @@ import serving
 import yaml
 from tritonclient import grpc
 
-from torch_py_backend.server import installation, server_arguments, tritonserver
+from torch_py_backend.server import installation, tritonserver
 from torch_py_backend.server.tritonserver import choose_ports
 
 _ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_compose() -> None:
     assert (context / service["build"]["dockerfile"]) == _ROOT / "docker" / "Dockerfile"
     assert service["shm_size"] == "1gb"
     grace = int(service["stop_grace_period"].removesuffix("s"))
-    assert grace > server_arguments.EXIT_SECONDS + 2 * tritonserver._GRACE_SECONDS
+    assert grace > tritonserver.EXIT_SECONDS + 2 * tritonserver._GRACE_SECONDS
     assert service["volumes"] == ["../examples/model_repository:/models:ro"]
     assert json.loads(_texts("CMD")[0])[:3] == ["torch-py-backend", "serve", "/models"]
     assert [port.split(":")[-1] for port in service["ports"]] == _texts("EXPOSE")[0].split()

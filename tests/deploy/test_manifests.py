@@ -23,14 +23,14 @@ from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
 from torch_py_backend.cli import commands
-from torch_py_backend.server import server_arguments, tritonserver
+from torch_py_backend.server import tritonserver
 
 _ROOT = Path(__file__).parents[2]
 _DEPLOY = _ROOT / "deploy"
 _NAME = "torch-py-backend"
 _CACHE = "/var/cache/torch-py-backend"
 # What serve takes to end a server, at most, after the drain.
-_STOP_S = server_arguments.EXIT_SECONDS + 2 * tritonserver._GRACE_SECONDS
+_STOP_S = tritonserver.EXIT_SECONDS + 2 * tritonserver._GRACE_SECONDS
 _KUSTOMIZATION = """
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization

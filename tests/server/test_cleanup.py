@@ -139,19 +139,3 @@ def test_a_forged_file_removes_nothing(forge: Callable[[Path], object], shared: 
     cleanup.sweep()
     assert (shared / "torch_py_backend_0_region").exists()
     assert (_precious(owner) / "file").read_text() == "precious"
-
-
-def test_orphans_in_a_container_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As process 1, serve reaps processes whose parents died, but not the server."""
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    server = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
-    orphan = os.spawnlp(os.P_NOWAIT, "true", "true")
-    os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
-    cleanup.reap_orphans(server)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(orphan, 0)
-    os.kill(server, signal.SIGKILL)
-    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
-    cleanup.reap_orphans(server)
-    assert os.waitpid(server, 0) == (server, signal.SIGKILL)
-    cleanup.reap_orphans(server)

@@ -542,8 +542,8 @@ def test_reloads() -> None:
     """
     server = _serving("a")
     server.pending = []
-    assert server.supervisor.reload("a", "1/model.py")
-    assert not server.supervisor.reload("a", "1/model.py")
+    assert server.supervisor.reload("a")
+    assert not server.supervisor.reload("a")
     server.after(0.1, "CHANGED a")
     server.pending.pop()()
     server.after(0.1, "READY a 1", "load a")
@@ -551,14 +551,14 @@ def test_reloads() -> None:
     server.refusals["b"] = ToolError("no")
     server.states["b"] = ""
     for event in ("FAILED b 1", "READY b 1"):
-        assert server.supervisor.reload("b", "added")
+        assert server.supervisor.reload("b")
         server.after(
             1, f"CHANGED b, {event}", "load b", {"b": "stays down: no"} if server.refusals else {}
         )
         server.refusals.clear()
     server.die("a")
     server.step()
-    assert not server.supervisor.reload("a", "1/model.py")
+    assert not server.supervisor.reload("a")
 
 
 # --- loads that take long --------------------------------------------------------------------

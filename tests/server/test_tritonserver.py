@@ -1,19 +1,25 @@
-"""The start and the end of a tritonserver; `tests/live` runs real ones."""
+"""The start and the arguments of a tritonserver; `tests/live` runs real ones."""
 
 from __future__ import annotations
 
+import re
 import socket
 import tempfile
 from pathlib import Path
 
 import pytest
+from documentation import ROOT
 
 from torch_py_backend.errors import ToolError
+from torch_py_backend.server import tritonserver
 from torch_py_backend.server.tritonserver import Server, choose_ports
 
+_DOCUMENTED = re.findall(
+    r"^--(?:http|grpc)-restricted\S+$", (ROOT / "docs/security.md").read_text(), re.MULTILINE
+)
 
-def test_a_server_that_was_not_started(tmp_path: Path) -> None:
-    """It may be stopped."""
+
+def test_a_server_that_was_not_started_may_be_stopped(tmp_path: Path) -> None:
     server = Server(tmp_path, ports=(80, 0, 0), address="0.0.0.0")
     assert server.http_address == "127.0.0.1:80"
     server.stop()
@@ -29,32 +35,58 @@ def test_paths_that_a_shell_changes(
     if not in_repository:
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
     server = Server(folder if in_repository else tmp_path)
-    with pytest.raises(ToolError, match=r"two words' has the character ' '.* Rename it"):
-        server.start()
+    with pytest.raises(ToolError, match=r"two words' has the character ' '.* Rename it"), server:
+        pass
 
 
-def test_a_temporary_folder_that_cannot_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error names it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(OSError, match="/none/torch-py-b"):
-        Server(tmp_path).start()
+# --- arguments ---------------------------------------------------------------------------------
+
+
+def test_both_spellings_of_arguments() -> None:
+    words = "--load-model=a --log-verbose 1 --exit-timeout-secs=5 --load-model b --load-models=c"
+    parsed = tritonserver.parse_arguments([*words.split(), "--exit-timeout-secs", "7"])
+    assert (parsed.load_model, parsed.exit_timeout_secs) == (["a", "b"], 7)
+    assert parsed.others == ["--log-verbose", "1", "--load-models=c"]
+    assert tritonserver.parse_arguments([]).exit_timeout_secs == tritonserver.EXIT_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--exit-timeout-secs=soon", "invalid int"),
+        ("--load-model", "expected one argument"),
+        ("--model-control-mode=poll", "sets it itself"),
+        ("--http-restricted-api=trace:k=v", "sets it itself"),
+        ("--http-port 1", "sets it itself"),
+    ],
+)
+def test_arguments_that_serve_itself_uses_are_refused(argument: str, says: str) -> None:
+    with pytest.raises(ToolError, match=says):
+        tritonserver.parse_arguments(argument.split())
+
+
+def test_restrictions_are_as_documented() -> None:
+    arguments = tritonserver.restriction_arguments(tritonserver.SENSITIVE, "SECRET")
+    assert arguments == _DOCUMENTED
+    assert tritonserver.restriction_arguments([], "SECRET") == []
+
+
+@pytest.mark.parametrize("name", ["repository", "trace:k"])
+def test_a_misspelt_endpoint_does_not_stay_open(name: str) -> None:
+    with pytest.raises(ToolError, match="health, metadata, inference"):
+        tritonserver.restriction_arguments(["trace", name], "SECRET")
 
 
 # --- ports -------------------------------------------------------------------------------------
 
 
-def test_ports() -> None:
-    """Each 0 becomes a free port, and no two are the same."""
+def test_each_0_becomes_another_free_port() -> None:
     # So many that some would be the same if chosen one by one: the kernel has about 14,000.
     ports = choose_ports("127.0.0.1", [0] * 500)
     assert len(set(ports)) == 500
-    assert choose_ports("127.0.0.1", ports[:1]) == ports[:1]
 
 
-def test_ports_that_can_be_listened_on() -> None:
-    """A port whose last connection has just ended is free, and stays free."""
+def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         client = socket.create_connection(("127.0.0.1", port))
@@ -74,8 +106,9 @@ def test_ports_that_can_be_listened_on() -> None:
     ],
     ids=["twice", "taken for one address", "address"],
 )
-def test_ports_that_cannot_be_listened_on(address: str, ports: list[int | None], says: str) -> None:
-    """The error names the address and the port."""
+def test_the_error_of_a_taken_port_names_it(
+    address: str, ports: list[int | None], says: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
         with pytest.raises(OSError, match=says.replace("TAKEN", str(taken))):

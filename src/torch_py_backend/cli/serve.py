@@ -15,8 +15,8 @@ import typer
 
 from torch_py_backend.model_folders import remote_repository
 from torch_py_backend.processes import procfs
-from torch_py_backend.server import cleanup, server_arguments
 from torch_py_backend.server import tritonserver as tritonservers
+from torch_py_backend.server.client import KEY_HEADER
 from torch_py_backend.server.installation import TritonInstallation
 from torch_py_backend.server.serving import Serving
 from torch_py_backend.server.supervisor import Event
@@ -63,7 +63,7 @@ def serve(
         typer.Option(
             metavar="APIS",
             help="Triton's endpoints that require the key in the environment variable"
-            f" {_KEY_VARIABLE}, over HTTP in the header {server_arguments.KEY_HEADER}: such as"
+            f" {_KEY_VARIABLE}, over HTTP in the header {KEY_HEADER}: such as"
             " model-repository,shared-memory,trace,logging. Without the variable, no client can"
             " use them.",
         ),
@@ -102,7 +102,7 @@ def serve(
     """Serve a model repository until Ctrl-C or SIGTERM, and reload models that die."""
     # Removed, so that tritonserver and its instances do not inherit the key.
     key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
-    restricted = server_arguments.endpoints(restrict)
+    restricted = [name.strip() for name in restrict.split(",")] if restrict else []
     TritonInstallation(tritonserver)  # before much is fetched
     serving = Serving(
         remote_repository.local(repository, cache, _note),
@@ -130,7 +130,7 @@ def serve(
         signal.signal(number, lambda *_: ended.set())
 
     def is_over() -> bool:
-        cleanup.reap_orphans(serving.server.process.pid)
+        reap_orphans(serving.server.process.pid)
         return ended.is_set()
 
     code = serving.run(lambda: _announce(serving), is_over)
@@ -164,12 +164,12 @@ def _announce(serving: Serving) -> None:
 
 def exposure_note(address: str, restricted: Sequence[str]) -> str:
     """Return a note on the sensitive endpoints that every client can use; empty: there are none."""
-    exposed = [api for api in server_arguments.SENSITIVE if api not in restricted]
+    exposed = [api for api in tritonservers.SENSITIVE if api not in restricted]
     if address in _LOCAL or not exposed:
         return ""
     return (
         f"every client that reaches {address} may use Triton's endpoints {', '.join(exposed)};"
-        f" --restrict={','.join(server_arguments.SENSITIVE)} closes them"
+        f" --restrict={','.join(tritonservers.SENSITIVE)} closes them"
     )
 
 
@@ -177,3 +177,14 @@ def format_event(event: Event) -> str:
     """Return an event as one line, with a color for its kind."""
     color = _COLORS.get(event.kind, "yellow")
     return str(event).replace(event.kind, typer.style(event.kind, fg=color), 1)
+
+
+def reap_orphans(server: int) -> None:
+    """Reap orphaned processes, but not the server, if this is the first process of a container."""
+    with contextlib.suppress(ChildProcessError):  # no child processes
+        while os.getpid() == 1:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            # The server is waited for elsewhere.
+            if ended is None or ended.si_pid == server:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)

@@ -139,7 +139,6 @@ class Page:
 
 
 def _problem(snapshot: Snapshot) -> str:
-    """Return the problem of the whole server, or an empty string."""
     is_stale = snapshot.at and time.monotonic() - snapshot.at > _STALE_S
     return snapshot.problem or ("the models are no longer monitored" if is_stale else "")
 

@@ -122,14 +122,3 @@ def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool | No
         if variables := process.environ():
             return bool(variables.get(instance_status.VARIABLE) == str(status_folder))
     return None
-
-
-def reap_orphans(server: int) -> None:
-    """Reap orphaned processes, but not the server, if this is the first process of a container."""
-    with contextlib.suppress(ChildProcessError):  # no child processes
-        while os.getpid() == 1:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            # The server is waited for elsewhere.
-            if ended is None or ended.si_pid == server:
-                return
-            os.waitpid(ended.si_pid, os.WNOHANG)

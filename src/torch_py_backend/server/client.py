@@ -21,8 +21,9 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from torch_py_backend.server import server_arguments
-
+# With the key of restricted endpoints.
+KEY_HEADER = "admin-key"
+_KEY_METADATA = f"triton-grpc-protocol-{KEY_HEADER}"
 _REQUEST_S = 10.0
 _UNLOAD_S = 30.0
 _UNLOADED = "unloaded"
@@ -87,8 +88,6 @@ class TritonClient:
     """A client of one server.
 
     Args:
-        http_address: host and port.
-        grpc_address: host and port.
         key: the key of restricted endpoints; empty: there are none.
         check_name: raises a ToolError for the name of a model that Triton cannot load.
         poll_failure: returns why Triton could not read a model's folder; empty: unknown.
@@ -104,19 +103,17 @@ class TritonClient:
         poll_failure: Callable[[str], str] = lambda _model: "",
     ) -> None:
         self._http_address = http_address
-        self._headers = {server_arguments.KEY_HEADER: key} if key else {}
-        self._metadata = ((server_arguments.KEY_METADATA, key),) if key else ()
+        self._headers = {KEY_HEADER: key} if key else {}
+        self._metadata = ((_KEY_METADATA, key),) if key else ()
         self._check_name = check_name
         self._poll_failure = poll_failure
         self._channel = grpc.insecure_channel(grpc_address)
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def models(self, instances: Collection[str] = ()) -> list[ModelState]:
-        """Return the current states of the models in the repository.
+        """Return the current states of the models in the repository, and of those with instances.
 
-        Args:
-            instances: models with instances. Triton does not list those that were loaded with
-                files under a new name.
+        Triton does not list models that were loaded with files under a new name.
 
         Raises:
             OSError: the server does not answer, or not completely.
@@ -149,12 +146,7 @@ class TritonClient:
     def load(
         self, model: str, seconds: float, config: Mapping[str, Any] | None = None
     ) -> grpc.Future:
-        """Begin to load a model.
-
-        Args:
-            model: its name.
-            seconds: the time limit.
-            config: replaces its config.pbtxt; None: it does not.
+        """Begin to load a model, with a config in place of its config.pbtxt if one is given.
 
         Raises:
             ToolError: Triton would wait for it forever.

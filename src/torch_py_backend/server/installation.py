@@ -17,7 +17,6 @@ from torch_py_backend.errors import ToolError
 NGC = Path("/opt/tritonserver")
 PACKAGE = Path(__file__).parents[1]
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_QUIET = 2  # compileall prints no errors
 _LIBRARY, _STUB = "libtriton_python.so", "triton_python_backend_stub"
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 # Characters that split a word of a shell, or change it.
@@ -58,7 +57,7 @@ def install(backends: Path, name: str) -> Path:
         (staged / "model.py").write_text(SHIM, encoding="utf-8")
         # A server that cannot write to its backends, or runs with PYTHONDONTWRITEBYTECODE, would
         # otherwise compile the package for each instance.
-        compileall.compile_dir(staged, quiet=_QUIET)
+        compileall.compile_dir(staged, quiet=2)  # prints no errors
         # The server may run as another user. The umask of this process must not matter.
         for path in (staged, *staged.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -96,10 +95,8 @@ class TritonInstallation:
         executable: the tritonserver to use instead.
 
     Attributes:
-        executable: its path.
         python_backend: the folder with libtriton_python.so and Triton's utilities.
         stub: the executable that runs Python models, built for this version of Python.
-        libraries: the folders with its shared libraries.
 
     Raises:
         ToolError: no tritonserver is installed, or it lacks the Python backend or a stub for this
@@ -111,7 +108,8 @@ class TritonInstallation:
         self.executable = executable
         root = executable.resolve().parent.parent
         libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
-        self.libraries = (root.parent.parent / "nvidia_pytriton.libs", root / "lib", libpython)
+        wheel_libraries = root.parent.parent / "nvidia_pytriton.libs"
+        self.libraries = (wheel_libraries, root / "lib", libpython)
         self.python_backend = root / "backends" / "python"
         # The wheel has a stub for each Python, NVIDIA's containers have one in the backend.
         self.stub = root / "python_backend_stubs" / _PYTHON / _STUB
@@ -143,10 +141,9 @@ class TritonInstallation:
 
         Files are copied: Triton refuses a library whose real path is outside its backend folder.
         """
-        python = backends / "python"
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(self.python_backend, python, ignore=ignored)
-        shutil.copy2(self.stub, python / _STUB)
+        shutil.copytree(self.python_backend, backends / "python", ignore=ignored)
+        shutil.copy2(self.stub, backends / "python" / _STUB)
         ours = install(backends, "pytorch_py")
         # Serves repositories that were made for the LibTorch backend.
         shutil.copytree(ours, backends / "pytorch", copy_function=os.link)
@@ -165,10 +162,10 @@ class TritonInstallation:
                 f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
             )
         path = f"{folder}:{os.environ.get('PATH', os.defpath)}"
-        libraries = ":".join(map(str, self.libraries))
+        libraries = list(map(str, self.libraries))
         if others := os.environ.get("LD_LIBRARY_PATH"):
-            libraries = f"{libraries}:{others}"
-        return {**os.environ, "PATH": path, "LD_LIBRARY_PATH": libraries}
+            libraries.append(others)
+        return os.environ | {"PATH": path, "LD_LIBRARY_PATH": ":".join(libraries)}
 
 
 def _search() -> Path:

@@ -74,7 +74,6 @@ class InstanceMonitor:
         ]
 
     def models_with_instances(self) -> set[str]:
-        """Return the models that have instances."""
         return {instance.identity.model for instance in self._instances.values()}
 
     def disregard(self, model: str) -> None:
@@ -93,7 +92,6 @@ class InstanceMonitor:
         return time.monotonic() - max(status.since for status in statuses)
 
     def kill_idle(self, model: str) -> None:
-        """Kill the instances of a model that are idle."""
         for instance in self.instances(model):
             if instance.reader.read().state is InstanceState.IDLE:
                 instance.kill()
@@ -137,13 +135,11 @@ class _Instance:
                 self._process.kill()  # unless its ID belongs to another process now
 
     def failure(self, reason: str) -> InstanceFailure:
-        """Return the failure for a reason, which is a clause without its subject."""
         state = self.reader.read().state
         if state is InstanceState.LOADING:
             reason += " while it was loaded"
         elif state is InstanceState.POISONED:
-            reason = "cannot compute any more"
-            reason += f": {self.reader.report().get('poisoned', '')}"
+            reason = f"cannot compute any more: {self.reader.report().get('poisoned', '')}"
         text = f"instance {self.identity.instance} {reason}"
         return InstanceFailure(self.identity, text, state is InstanceState.LOADING)
 

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
 from torch_py_backend.errors import ToolError
 from torch_py_backend.page.app import Page
-from torch_py_backend.server import server_arguments
+from torch_py_backend.server import tritonserver as tritonservers
 from torch_py_backend.server.instances import InstanceMonitor
-from torch_py_backend.server.reloading import Reloader
 from torch_py_backend.server.supervisor import Event, Supervisor
-from torch_py_backend.server.tritonserver import Server, client_address, listen
 
 _STEP_S = 0.1
+# Files that stay the same for this time are complete.
+_POLL_S = 1.0
+# Written by loads of a model, and by Python.
+_IGNORED = ("compile_cache", "__pycache__")
 
 
 @dataclass
 class Serving:
-    """A supervised server.
-
-    Args: as the options of `torch-py-backend serve`, and
-        on_event: called with what happens to models.
-        ports: the ports of HTTP, gRPC, metrics and readiness.
-        restrict: Triton's endpoints that require the key.
-        key: what clients must send to restricted endpoints.
+    """A supervised server, with the options of `torch-py-backend serve`.
 
     Attributes:
-        server: the server; its log can be set until it runs.
+        on_event: called with what happens to models.
+        ports: those of HTTP, gRPC, metrics and readiness.
+        key: what clients must send to the endpoints in `restrict`.
+        server: the tritonserver; its log can be set until it runs.
         supervisor: the supervisor of its models, while it runs.
         health_address: host and port of the endpoints for probes, while it runs.
 
     Raises:
-        ToolError: an argument cannot be used, a port is taken, or there is no tritonserver.
+        ToolError: an argument cannot be used, or there is no tritonserver.
+        OSError: a port is taken.
     """
 
     repository: Path
@@ -57,11 +58,11 @@ class Serving:
     health_address: str = field(init=False)
 
     def __post_init__(self) -> None:
-        parsed = server_arguments.parse(self.arguments)
+        parsed = tritonservers.parse_arguments(self.arguments)
         # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
         self._names = [name for name in parsed.load_model if name != "*"]
-        restrictions = server_arguments.restriction_arguments(self.restrict, self.key)
-        self.server = Server(
+        restrictions = tritonservers.restriction_arguments(self.restrict, self.key)
+        self.server = tritonservers.Server(
             self.repository,
             ports=self.ports[:3],
             address=self.address,
@@ -85,7 +86,7 @@ class Serving:
 
         Args:
             on_loaded: called when the first load of every model has succeeded or failed.
-            is_over: called several times a second; the server ends if it returns True or raises.
+            is_over: called several times a second: whether the server ends, as if it raises.
 
         Returns:
             The exit code of a tritonserver that has ended by itself; None: `is_over`.
@@ -93,8 +94,9 @@ class Serving:
         Raises:
             ToolError: the server cannot start.
         """
-        listener = listen(self.address, self.ports[3])
-        self.health_address = client_address(self.address, listener.getsockname()[1])
+        listener = tritonservers.listen(self.address, self.ports[3])
+        port = listener.getsockname()[1]
+        self.health_address = tritonservers.client_address(self.address, port)
         with contextlib.closing(listener), self.server as server:
             self.supervisor = supervisor = Supervisor(
                 server.client,
@@ -128,3 +130,70 @@ class Serving:
                         time.sleep(_STEP_S)
                         supervisor.step()
                     server.stop()
+
+
+class Reloader:
+    """Reloads the models of a repository whose files change, and loads those that are added to it.
+
+    Triton loads the new model beside the one that serves, and replaces that when the new one is
+    READY; if the load fails, the old one serves on.
+
+    Args:
+        names: the models to watch; empty: all.
+        reload: begins to load a model; False: it cannot be loaded now, and is tried again.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        names: Collection[str],
+        reload: Callable[[str], bool],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._repository = repository
+        self._names = names
+        self._reload = reload
+        self._clock = clock
+        self._polled = self._poll()
+        self._loaded = dict(self._polled)
+        self._due = clock() + _POLL_S
+
+    def step(self) -> None:
+        """Poll the files if that is due, and begin loads."""
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = now + _POLL_S
+        before, self._polled = self._polled, self._poll()
+        for name, files in self._polled.items():
+            is_changed = files == before.get(name) and files != self._loaded.get(name)
+            if is_changed and self._reload(name):
+                self._loaded[name] = files
+
+    def _poll(self) -> dict[str, set[tuple[object, ...]]]:
+        try:
+            return {
+                folder.name: _files(folder)
+                for folder in repositories.models(self._repository)
+                if not self._names or folder.name in self._names
+            }
+        except OSError:  # the repository is being replaced
+            return {}
+
+
+def _files(folder: Path) -> set[tuple[object, ...]]:
+    """Return the folder, name, size and time of change of each file of a model."""
+    files = set[tuple[object, ...]]()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not _is_ignored(name)]
+        for name in names:
+            with contextlib.suppress(OSError):  # it is being replaced
+                if not _is_ignored(name):
+                    status = Path(parent, name).stat()
+                    files.add((parent, name, status.st_size, status.st_mtime_ns))
+    return files
+
+
+def _is_ignored(name: str) -> bool:
+    return name in _IGNORED or name.startswith(".") or name.endswith("~")

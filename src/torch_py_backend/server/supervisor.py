@@ -74,12 +74,10 @@ class ModelRecord:
         reason: why it does not serve.
         attempts: how often it was reloaded since it last served for a minute.
         due: when it is reloaded, in the phase DOWN.
-        call: what is in progress: a load, also of changed files beside the model that serves, or
-            an unload (in the phases DOWN and GIVEN_UP).
+        call: a load in progress, also of changed files beside the model that serves, or an unload.
         death: why an instance failed in the load in progress.
         is_dead: whether Triton has not withdrawn it since it failed, and may call it READY.
         parts: the models that an ensemble consists of.
-        warnings: the warnings of its last load.
         own_config: the config after the supervisor's last load; empty: unknown.
         config: the config that it was loaded with through Triton's API; None: its own.
     """
@@ -100,14 +98,11 @@ class ModelRecord:
 
 
 class Supervisor:
-    """Keeps the models of one server serving.
+    """Keeps the models of one server serving; `snapshot` is their readiness after the last step.
 
     Args:
         restarts: how often a model is reloaded, until it has served for a minute.
         load_seconds: the time limit of one load.
-
-    Attributes:
-        snapshot: the readiness of all models after the last step.
     """
 
     def __init__(
@@ -146,11 +141,10 @@ class Supervisor:
             model = self._models[name] = ModelRecord(name, Phase.DOWN, self._clock())
             self._begin_load(model)
 
-    def reload(self, name: str, change: str) -> bool:
-        """Begin to load a model whose files changed; the old one serves until it is loaded.
+    def reload(self, name: str) -> bool:
+        """Begin to load a model whose files changed; False: another load is in progress, or due.
 
-        Returns:
-            Whether the load has begun; no: another one is in progress, or due.
+        The old one serves until the new one is loaded.
         """
         model = self._models.get(name)
         if model is None or model.phase is Phase.GIVEN_UP:
@@ -159,7 +153,7 @@ class Supervisor:
             return False
         else:
             model.call = self._client.load(name, self._load_seconds)
-        self._report("CHANGED", name, change)
+        self._report("CHANGED", name)
         return True
 
     def step(self) -> None:
@@ -204,7 +198,6 @@ class Supervisor:
             self._on_event(event)
 
     def _why_not_ready(self, model: ModelRecord) -> str:
-        """Return why a model does not serve; empty if it does."""
         if model.phase is Phase.SERVING:
             # Not ready: the model is being unloaded and loaded again through Triton's API.
             return "" if self._is_ready(model.name) else Phase.LOADING.value
@@ -373,8 +366,7 @@ class Supervisor:
         return ""
 
     def _handle_failure(self, failure: InstanceFailure) -> None:
-        name = failure.identity.model
-        reason = failure.reason
+        name, reason = failure.identity.model, failure.reason
         if name not in self._models:
             self._observe(name)  # it may serve already
         model = self._models.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -16,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import instance_status
-from torch_py_backend.server import cleanup, server_arguments
-from torch_py_backend.server.cleanup import ServerFolder
-from torch_py_backend.server.client import ModelState, TritonClient
+from torch_py_backend.server import cleanup
+from torch_py_backend.server.client import KEY_HEADER, ModelState, TritonClient
 from torch_py_backend.server.installation import TritonInstallation
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ _LAUNCH = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9);"
     " os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
 )
-# A server that has not exited this long after it should have is killed.
+# Triton waits this long for models in use before it exits. A little later it is killed.
+EXIT_SECONDS = 30
 _GRACE_SECONDS = 5
 _POLL_SECONDS = 0.05
 # The end of the log in which a reason is searched.
@@ -47,30 +48,36 @@ _POLL_FAILED = (
 )
 # Clients on this machine reach all addresses at the loopback address of the same family.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+# With these a client can run code, read memory or write files.
+SENSITIVE = ("model-repository", "shared-memory", "trace", "logging")
+# The names of Triton 24.10.
+_APIS = ("health", "metadata", "inference", "model-config", "statistics", *SENSITIVE)
+_RESTRICTIONS = ("http-restricted-api", "grpc-restricted-protocol")
+# What `serve` sets itself, and uses.
+_REFUSED = (
+    *("model-control-mode", "model-repository", "exit-on-error", *_RESTRICTIONS),
+    *("http-port", "allow-http", "grpc-port", "allow-grpc", "metrics-port"),
+)
 
 
 class Server:
     """A tritonserver on a model repository, with this backend, as a context manager.
 
-    It ends with the thread that starts it.
+    It ends with the thread that enters the context.
 
     Args:
-        repository: the model repository.
         ports: those of HTTP, gRPC and metrics; 0 takes a free one.
-        address: the address to listen on.
         executable: the tritonserver to use; None: search for one.
         arguments: more arguments for tritonserver; they override others.
         key: the key of the endpoints that the arguments restrict.
         exit_seconds: how long it waits for models in use when it is stopped.
-        log: the file for its log; None: the output of this process. The attribute can be set until
-            the server is started.
+        log: the file for its log; None: the output of this process.
 
     Attributes:
         http_address, grpc_address, metrics_address: host and port of each service.
-        client: a client of its endpoints.
-        variables: more variables of its environment, for `start`.
-        process: its process, once it is started.
-        status_folder: the folder with the status files of its instances, once it is started.
+        log, variables: its log, and more variables of its environment; they can be set before.
+        process: its process, in the context.
+        status_folder: the folder with the status files of its instances, in the context.
     """
 
     process: subprocess.Popen[bytes]
@@ -85,7 +92,7 @@ class Server:
         executable: Path | None = None,
         arguments: Sequence[str] = (),
         key: str = "",
-        exit_seconds: int = server_arguments.EXIT_SECONDS,
+        exit_seconds: int = EXIT_SECONDS,
         log: Path | None = None,
     ) -> None:
         self._triton = TritonInstallation(executable)
@@ -113,18 +120,17 @@ class Server:
             self.grpc_address,
             key=key,
             check_name=self._triton.refuse_in_shell,
-            poll_failure=self._poll_failure,
+            poll_failure=lambda model: self._logged(_POLL_FAILED.format(re.escape(model))),
         )
         self.variables: dict[str, str] = {}
-        # Undoes what `start` has done.
-        self._stack = contextlib.ExitStack()
+        self._stack = contextlib.ExitStack()  # what `stop` does
 
     @property
     def log_name(self) -> str:
         """A colon and the name of the log file, for the end of a sentence; empty without a file."""
         return f": {self.log}" if self.log else ""
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         """Start the server, which loads its models before it listens.
 
         Raises:
@@ -137,7 +143,7 @@ class Server:
         with contextlib.ExitStack() as stack:
             stack.callback(self.client.close)
             cleanup.sweep()
-            folder = ServerFolder()
+            folder = cleanup.ServerFolder()
             stack.callback(folder.close)
             self.status_folder = folder.status
             self._triton.populate_backends(folder.backends)
@@ -161,6 +167,7 @@ class Server:
             )
             stack.callback(self._end_process)
             self._stack = stack.pop_all()
+        return self
 
     def _end_process(self) -> None:
         self.process.terminate()
@@ -173,8 +180,7 @@ class Server:
     def wait_loaded(self, is_over: Callable[[], bool] = lambda: False) -> list[ModelState]:
         """Wait until the server has tried to load its models, and return their states.
 
-        Args:
-            is_over: called several times a second; if it returns True, no states are returned.
+        No states are returned if `is_over` is true.
 
         Raises:
             ToolError: the server has ended.
@@ -188,10 +194,6 @@ class Server:
                 return self.client.models()
             time.sleep(_POLL_SECONDS)
         return []
-
-    def _poll_failure(self, model: str) -> str:
-        """Return why Triton could not read a model's folder, from the log; empty: unknown."""
-        return self._logged(_POLL_FAILED.format(re.escape(model)))
 
     def _logged(self, pattern: str) -> str:
         """Return the groups of the last match of a pattern near the end of the log, if any.
@@ -213,18 +215,56 @@ class Server:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
         self._stack.close()
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.stop()
 
 
 def create_log() -> Path:
-    """Return a new temporary file for the log of a server; the caller may remove it."""
+    """Return a new temporary file for the log of a server."""
     with tempfile.NamedTemporaryFile(prefix="tritonserver-", suffix=".log", delete=False) as file:
         return Path(file.name)
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return what `serve` uses of the arguments for tritonserver.
+
+    Returns:
+        `load_model`, the models to load; `exit_timeout_secs`; and `others`, all other arguments.
+
+    Raises:
+        ToolError: an argument cannot be used with `serve`.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--load-model", action="append", default=[])
+    parser.add_argument("--exit-timeout-secs", type=int, default=EXIT_SECONDS)
+    try:
+        parsed, others = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ToolError(f"{error}.") from None
+    for name in _REFUSED:
+        if any(word.partition("=")[0] == f"--{name}" for word in others):
+            raise ToolError(
+                f"--{name} was given after --, and `serve` sets it itself; use an option of"
+                " `serve`, such as --http-port or --restrict, or remove it."
+            )
+    parsed.others = others
+    return parsed
+
+
+def restriction_arguments(names: Sequence[str], key: str) -> list[str]:
+    """Return the arguments that restrict endpoints to clients that send a key.
+
+    Raises:
+        ToolError: Triton has no endpoint of such a name.
+    """
+    for name in names:
+        if name not in _APIS:
+            raise ToolError(f"'{name}' is not one of Triton's endpoints: {', '.join(_APIS)}.")
+    value = f"{','.join(names)}:{KEY_HEADER}={key}"
+    return [f"--{option}={value}" for option in _RESTRICTIONS] if names else []
 
 
 # --- addresses -----------------------------------------------------------------------------------
