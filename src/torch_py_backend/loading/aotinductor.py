@@ -37,7 +37,6 @@ _CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
 # The messages of the checks, such as "input_handles[0]: dim value is too small at 1, expected it to
 # be >= 2, but got: 1". Up to torch 2.11 they are printed only.
 _REFUSED = re.compile(r"input_handles\[(\d+)\]: (.*)")
-_ROWS = re.compile(r"dim value .*at 0, expected.*?(>=|<=|:) (\d+)")
 
 # Calls a package with its leaves, and returns the leaves of its result.
 _Run: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
@@ -82,9 +81,7 @@ def load(
         signature = dataclasses.replace(introspection.from_tree(in_spec, {}), unflatten=None)
         rows, call = _checked(config, signature, package.run, device)
         if rows.least > 1:  # torch has printed its refusal of one row
-            log.info(
-                "%s takes at least %d rows; smaller batches are filled.", path.name, rows.least
-            )
+            log.info("%s takes at least two rows; a single one is filled up.", path.name)
 
         def module(*leaves: Tensor) -> object:
             return pytree.tree_unflatten(call(list(leaves)), out_spec)
@@ -131,20 +128,16 @@ def _rows(call: _Run, row: list[Tensor]) -> Rows:
     """Return how many rows a package takes, from a call with one; ConfigError for a wrong dtype.
 
     Most packages with a dynamic batch take at least two, because torch.export specializes a size
-    of 1. Packages for a single batch size take exactly that.
+    of 1.
     """
     try:
         with torch.inference_mode():
             call(row)
-    except RuntimeError:  # up to torch 2.11, which prints the limit
+    except (RuntimeError, InputError) as error:  # up to torch 2.11 a RuntimeError
+        reason = str(error)
+        if "unmatched dtype" in reason:
+            raise ConfigError(reason, cure="Write that type into config.pbtxt.") from error
         return Rows(2)
-    except InputError as error:
-        if "unmatched dtype" in error.found:
-            raise ConfigError(error.found, cure="Write that type into config.pbtxt.") from error
-        limited = _ROWS.search(str(error))
-        if limited is not None:
-            limit = int(limited[2])
-            return Rows(limit, limit if limited[1] == ":" else None)
     return ANY_ROWS
 
 
@@ -160,14 +153,6 @@ def device_of(path: Path) -> torch.device:
 
 # --- the machine that a package was built for ------------------------------------------------
 
-_LABELS = {
-    "AOTI_DEVICE_KEY": "device",
-    "AOTI_MACHINE": "processor",
-    "AOTI_CPU_ISA": "instruction set",
-    "AOTI_COMPUTE_CAPABILITY": "GPU architecture",
-    # Not set by torch: a package may have it through inductor's aot_inductor.metadata.
-    "torch_version": "torch",
-}
 # Inductor's names of instruction sets, and the flags of /proc/cpuinfo that they need.
 _ISA_FLAGS = {
     "AVX2": "avx2",
@@ -180,27 +165,29 @@ _ISA_FLAGS = {
 
 def mismatch(path: Path, device: torch.device | None) -> str:
     """Return how the machine that a package was built for differs from this one; empty: it fits."""
-    built, here = discovery.aoti_metadata(path), this_machine(device)
+    built = discovery.aoti_metadata(path)
     differences = []
-    for key, label in _LABELS.items():
+    for key, (label, here) in this_machine(device).items():
         needed = {*built.get(key, "").partition("+")[0].split()}
         if key == "AOTI_CPU_ISA":
             needed &= _ISA_FLAGS.keys()
-        if not needed <= {*here[key].split()}:
-            differences.append(f"{label} {built[key]} (here: {here[key]})")
+        if not needed <= {*here.split()}:
+            differences.append(f"{label} {built[key]} (here: {here})")
     return ", ".join(differences)
 
 
-def this_machine(device: torch.device | None) -> dict[str, str]:
-    """Return the facts of this machine under the keys of a package's metadata."""
+def this_machine(device: torch.device | None) -> dict[str, tuple[str, str]]:
+    """Return what this machine is under the keys of a package's metadata, with the words for it."""
     on_gpu = device is not None and device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else ()
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     flags = set(cpuinfo.partition("\nflags")[2].partition("\n")[0].split())
+    instructions = " ".join(name for name, flag in _ISA_FLAGS.items() if flag in flags)
     return {
-        "AOTI_DEVICE_KEY": "cuda" if on_gpu else "cpu",
-        "AOTI_MACHINE": platform.machine(),
-        "AOTI_CPU_ISA": " ".join(name for name, flag in _ISA_FLAGS.items() if flag in flags),
-        "AOTI_COMPUTE_CAPABILITY": "".join(map(str, capability)) or "none",
-        "torch_version": torch.__version__.partition("+")[0],
+        "AOTI_DEVICE_KEY": ("device", "cuda" if on_gpu else "cpu"),
+        "AOTI_MACHINE": ("processor", platform.machine()),
+        "AOTI_CPU_ISA": ("instruction set", instructions),
+        "AOTI_COMPUTE_CAPABILITY": ("GPU architecture", "".join(map(str, capability)) or "none"),
+        # Not set by torch: a package may have it through inductor's aot_inductor.metadata.
+        "torch_version": ("torch", torch.__version__.partition("+")[0]),
     }

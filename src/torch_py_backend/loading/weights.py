@@ -6,6 +6,7 @@ Where a module loads a weight unchanged, the weight stays in the mapped file (se
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
@@ -126,29 +127,19 @@ def build_uninitialized(
 ) -> _Built:
     """Return what `build` returns, without the random values of weights where that is safe.
 
-    Args:
-        build: the constructor.
-        saved: returns the entries of the file that will fill the module.
-
-    Drawing the values takes seconds for each gigabyte, so the methods with which `torch.nn.init`
-    draws do nothing meanwhile. The module is built again, with its values, unless the file fills
-    all of its tensors: another one may have been computed from values that were not drawn. So it is
-    after other random operations, which have drawn other values than they should.
+    Drawing them takes seconds for each gigabyte, so the functions of `torch.nn.init` that draw do
+    nothing meanwhile. The module is built again, with its values, unless the entries of the file,
+    which `saved` returns, fill all of its tensors: another one may have been computed from values
+    that were not drawn. So it is after other random operations, which drew other values than they
+    should.
     """
     random_state = torch.random.get_rng_state()
-    skipped: list[str] = []
     # The second call raises an exception, too, or succeeds.
-    with contextlib.suppress(Exception):
-        with contextlib.ExitStack() as stack:
-            for name in ("uniform_", "normal_"):
-                method = _skipping(name, skipped)
-                stack.enter_context(mock.patch.object(Tensor, name, method))
-            # It compares the values that it has drawn, as no other function of nn.init does.
-            truncated = mock.Mock(side_effect=lambda tensor, *_, **__: tensor.normal_())
-            stack.enter_context(mock.patch.object(nn.init, "_no_grad_trunc_normal_", truncated))
-            built = build()
-        if not skipped:
-            return built
+    with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
+        for name, function in inspect.getmembers(nn.init, inspect.isfunction):
+            if name.endswith("_") and "generator" in inspect.signature(function).parameters:
+                stack.enter_context(mock.patch.object(nn.init, name, _skipping(function)))
+        built = build()
         drew = not torch.equal(torch.random.get_rng_state(), random_state)
         if isinstance(built, nn.Module) and not drew and _fills(saved(), built):
             return built
@@ -156,20 +147,13 @@ def build_uninitialized(
     return build()
 
 
-def _skipping(name: str, skipped: list[str]) -> Callable[..., Tensor]:
-    """Return a method that draws nothing, and appends its name to a list."""
-    draw = getattr(Tensor, name)
+def _skipping(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of nn.init that draws only from a generator of the module's own."""
 
-    def skip(
-        tensor: Tensor,
-        *args: object,
-        generator: object = None,
-        **keywords: object,
-    ) -> Tensor:
-        if generator is not None:  # whose next values must be as if these had been drawn
-            return draw(tensor, *args, generator=generator, **keywords)  # type: ignore[no-any-return]
-        skipped.append(name)
-        return tensor
+    def skip(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+        values = (*args, *kwargs.values())
+        has_generator = any(isinstance(value, torch.Generator) for value in values)
+        return function(tensor, *args, **kwargs) if has_generator else tensor
 
     return skip
 
