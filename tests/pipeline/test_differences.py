@@ -34,17 +34,11 @@ _INF, _NAN = math.inf, math.nan
         ([_NAN], [_INF], _INF),
     ],
 )
-def test_difference(actual: list[float], expected: list[float], error: float) -> None:
-    """Neither values close to zero nor large values distort the error.
-
-    It is infinite for another shape, or NaN in other places.
-    """
+def test_neither_small_nor_large_values_distort_the_error(
+    actual: list[float], expected: list[float], error: float
+) -> None:
     measured = differences.difference(torch.tensor(actual), torch.tensor(expected))
     assert measured == pytest.approx(error, rel=1e-3)
-
-
-def _strings(*values: str) -> Any:
-    return np.array(values, dtype=object)
 
 
 @pytest.mark.parametrize(
@@ -52,12 +46,13 @@ def _strings(*values: str) -> Any:
     [
         (torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 9]), 0.25),
         (torch.tensor([True]), torch.tensor([False]), 1.0),
-        (_strings("a", "b"), _strings("a", "c"), 0.5),
+        (np.array(["a", "b"], dtype=object), np.array(["a", "c"], dtype=object), 0.5),
     ],
     ids=["integers", "booleans", "text"],
 )
-def test_share_that_differs(actual: Any, expected: Any, error: float) -> None:
-    """The error of integers, booleans and strings is the share that differs."""
+def test_the_error_of_other_types_is_the_share_that_differs(
+    actual: Any, expected: Any, error: float
+) -> None:
     assert differences.difference(actual, expected) == error
 
 
@@ -69,30 +64,19 @@ _BATCH = torch.tensor([[1.0, 2.0], [9.0, 9.0], [3.0, 4.0]])
     ("batch", "first", "last", "found"),
     [
         (_BATCH, [[1.0, 2.0]], [[3.0, 4.0]], None),
-        (_BATCH, [[1.0, 2.1]], [[3.0, 4.0]], None),
+        (_BATCH, [[1.0, 2.1]], [[3.0, 4.0]], None),  # rounded
         (_BATCH, [[1.0, 2.0]], [[3.0, 8.0]], "y"),
         (_BATCH, [[1.0, _NAN]], [[3.0, 4.0]], "y"),
-        (_BATCH, [[1.0, 2.0, 3.0]], [[3.0, 4.0, 5.0]], None),
+        (_BATCH, [[1.0, 2.0, 3.0]], [[3.0, 4.0, 5.0]], None),  # other sizes
         (_BATCH[:, 0], [1.0], [4.0], "y"),
         (_BATCH.long(), [[1, 2]], [[3, 5]], "y"),
         (torch.ones(3, 0), [[]], [[]], None),
-        (_WIDE, _WIDE[:1].tolist(), [[-5.0, *[1.0] * 10]], None),
-        (_WIDE, _WIDE[:1].tolist(), [[-5.0, -5.0, *[1.0] * 9]], "y"),
-    ],
-    ids=[
-        "equal",
-        "rounded",
-        "last",
-        "nan",
-        "sizes",
-        "one value",
-        "integers",
-        "empty",
-        "a few values",
-        "many values",
+        (_WIDE, _WIDE[:1].tolist(), [[-5.0, *[1.0] * 10]], None),  # a few values
+        (_WIDE, _WIDE[:1].tolist(), [[-5.0, -5.0, *[1.0] * 9]], "y"),  # many values
     ],
 )
-def test_dependent_output(batch: Tensor, first: Any, last: Any, found: str | None) -> None:
-    """The first and the last row are compared with the same rows alone."""
+def test_first_and_last_rows_are_compared_with_the_same_rows_alone(
+    batch: Tensor, first: Any, last: Any, found: str | None
+) -> None:
     alone = [{"y": torch.tensor(row, dtype=batch.dtype)} for row in (first, last)]
     assert differences.dependent_output({"y": batch}, alone[0], alone[1]) == found

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from engines import texts
-from torch import Tensor
 
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import BackendError, BindingError, InputError
@@ -60,21 +59,11 @@ def pair(x: Any, n: Any) -> Any:
 X, Y = build.spec("x"), build.spec("y")
 
 
-# --- admission -------------------------------------------------------------------------------
-
-
-def test_missing_input_is_refused() -> None:
-    """A request without a required input is refused alone."""
-    result = inputs_of(pair, X, build.spec("n")).admit({"x": torch.ones(1, 4)})
-    assert isinstance(result, InputError)
-    assert str(result).startswith("the request lacks the input 'n'")
-
-
 @pytest.mark.parametrize(
     ("shape", "dims"), [((4,), (4,)), ((), (-1,)), ((1, 4, 1), (-1,))], ids=str
 )
-def test_item_without_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> None:
-    """Triton drops the first dimension of a request with 0 rows: it is refused before batching."""
+def test_an_item_without_rows_is_refused(shape: tuple[int, ...], dims: tuple[int, ...]) -> None:
+    # Triton drops the first dimension of a request with 0 rows.
     inputs = inputs_of(identity, build.spec("x", dims=dims))
     item: Item = {"x": np.ones(shape, dtype=np.float32)}
     refused = inputs.admit(item)
@@ -83,30 +72,7 @@ def test_item_without_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> Non
     assert not inputs.alike([{"x": torch.ones(2, 4)}, item])
 
 
-# --- optional inputs -------------------------------------------------------------------------
-
-
-def test_gap_in_a_list_is_refused() -> None:
-    """The last parts of a list may be left out; a gap fails the request, or the load if certain."""
-
-    def forward(tensors: list[Tensor]) -> Any:
-        return tensors
-
-    specs = [build.spec("a"), optional(build.spec("b")), optional(build.spec("c"))]
-    with pytest.raises(BindingError, match="a, c leave gaps in a list"):
-        inputs_of(forward, specs[0], specs[1], build.spec("c"))
-    inputs = inputs_of(forward, *specs)
-    value = torch.ones(1, 4)
-    assert set(inputs.patterns) == {frozenset(), frozenset("bc")}
-    refusal = inputs.admit({"a": value, "c": value})
-    assert isinstance(refusal, InputError)
-    assert "a, c leave gaps in a list" in str(refusal)
-    assert received(inputs, forward, {"a": value, "b": value}) == [[value, value]]
-
-
 def test_any_set_of_optional_inputs_is_bound() -> None:
-    """Requests may leave out any optional inputs; of few sets the bindings are kept."""
-
     def forward(**inputs: Any) -> Any:
         return inputs
 
@@ -118,21 +84,13 @@ def test_any_set_of_optional_inputs_is_bound() -> None:
         assert received(inputs, forward, item) == [item]
 
 
-# --- groups ----------------------------------------------------------------------------------
-
-
 def test_any_input_separates_items() -> None:
-    """Items that differ in an input, or in its shape or device, do not share a call."""
     inputs = inputs_of(two, X, optional(Y))
     first: Item = {"x": torch.ones(1, 2), "y": torch.ones(1, 2)}
     second: Item = {**first, "y": torch.ones(1, 3)}
     third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
-    assert positions(inputs, first, second, third, {"x": first["x"]}, first) == [
-        [0, 4], [1], [2], [3]
-    ]  # fmt: skip
-
-
-# --- scalars ---------------------------------------------------------------------------------
+    calls = positions(inputs, first, second, third, {"x": first["x"]}, first)
+    assert calls == [[0, 4], [1], [2], [3]]
 
 
 def power(x: Any, n: int) -> Any:
@@ -149,31 +107,18 @@ def unit(x: Any, n: str) -> Any:
 
 @pytest.mark.parametrize(("forward", "dtype"), [(power, "FP32"), (factor, "BYTES"), (unit, "FP32")])
 def test_scalar_of_another_type_is_refused_at_load(forward: Callable[..., Any], dtype: str) -> None:
-    """A type that an argument cannot take without loss fails the load."""
     with pytest.raises(BindingError):
         inputs_of(forward, X, build.spec("n", dtype, (1,)))
-
-
-def rows_of_words(x: list[list[str]]) -> Any:
-    return x
 
 
 def rows_of_blobs(x: list[list[bytes]]) -> Any:
     return x
 
 
-@pytest.mark.parametrize(
-    ("forward", "value"),
-    [
-        (rows_of_words, [["a", "ä"], ["", "b"]]),
-        (rows_of_blobs, [[b"a", b"\xc3\xa4"], [b"", b"b"]]),
-    ],
-)
-def test_nested_lists_of_strings(forward: Callable[..., Any], value: Any) -> None:
-    """Strings keep their shape where the annotation is a nested list."""
-    inputs = inputs_of(forward, build.spec("x", "BYTES", (2,)))
-    sent = texts([b"a", b"\xc3\xa4"], [b"", b"b"])
-    assert received(inputs, forward, {"x": sent}) == [value]
+def test_strings_keep_their_shape_in_nested_lists() -> None:
+    inputs = inputs_of(rows_of_blobs, build.spec("x", "BYTES", (2,)))
+    sent = texts([b"a", b"\xff"], [b"", b"b"])
+    assert received(inputs, rows_of_blobs, {"x": sent}) == [[[b"a", b"\xff"], [b"", b"b"]]]
 
 
 # --- a batch that is checked as one --------------------------------------------------------------
@@ -229,11 +174,9 @@ def ids(rows: int, length: int, mask: int | None = None) -> Item:
         pytest.param(PADDED, [ids(1, 3), ids(1, 2, mask=3)], False, id="mask of another length"),
     ],
 )
-def test_a_batch_is_checked_as_one(
+def test_items_are_alike_if_checked_one_by_one_they_share_a_call(
     overrides: dict[str, Any], items: list[Item], shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Items that are found alike are those that share a call if each is checked by itself."""
-
     def forward(x: list[str], n: Any = None) -> Any:
         return x, n
 
@@ -249,8 +192,7 @@ def test_a_batch_is_checked_as_one(
     )
 
 
-def test_a_scalar_of_several_items_is_compared() -> None:
-    """Items with one value share a call; NaN equals nothing."""
+def test_items_with_one_scalar_share_a_call_and_nan_equals_nothing() -> None:
     inputs = inputs_of(factor, X, build.spec("n", "FP32", (1,)))
     sent: list[Item] = [
         {"x": torch.ones(2, 4), "n": torch.full((2, 1), value)}

@@ -41,8 +41,9 @@ def refusal(part: Any, *arguments: Any, **keywords: Any) -> str:
 
 
 @pytest.mark.parametrize(("dims", "shape"), [((-1, 2), (3, 0, 2)), ((), (3,)), ((2,), (3, 2))])
-def test_matching_tensor_is_unchanged(dims: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """A tensor of the config's shape is not copied."""
+def test_a_tensor_of_the_configs_shape_is_not_copied(
+    dims: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
     part = torch.rand(shape)
     assert verified(part, dims=dims) is part
 
@@ -61,7 +62,6 @@ def test_missing_dimensions_of_1_are_added(
     shape: tuple[int, ...],
     expected: tuple[int, ...],
 ) -> None:
-    """One value for each row, or for a request without a batch, needs no dimension of 1."""
     part = torch.rand(shape)
     output = verified(part, dims=dims, **overrides)
     assert isinstance(output, Tensor)
@@ -84,7 +84,6 @@ def test_missing_dimensions_of_1_are_added(
 def test_tensor_that_contradicts_the_config_is_refused(
     part: Any, dims: tuple[int, ...], overrides: dict[str, Any], message: str
 ) -> None:
-    """Another type, shape or number of rows is an error that names both."""
     assert refusal(part, dims=dims, **overrides).startswith(message)
 
 
@@ -95,7 +94,6 @@ class Image(Tensor):
 @pytest.mark.parametrize(
     ("part", "overrides"),
     [
-        (np.arange(6, dtype=np.float32).reshape(3, 2), {}),
         (np.arange(6, dtype=np.float32)[::-1].reshape(3, 2), {}),
         (np.broadcast_to(np.float32(3), (3, 2)), {}),
         (np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2], {}),
@@ -103,25 +101,16 @@ class Image(Tensor):
         (np.float32(3), ONE),
         (FLAT.as_subclass(Image), {}),
         (nn.Parameter(FLAT), {}),
-    ],
-    ids=[
-        "array",
-        "negative strides",
-        "read-only",
-        "strided",
-        "0-d",
-        "number",
-        "Image",
-        "Parameter",
+        (torch.view_as_complex(torch.rand(3, 2, 2)).conj().imag, {}),  # negated when it is read
     ],
 )
 @pytest.mark.filterwarnings("error")
 def test_arrays_and_subclasses_are_outputs(part: Any, overrides: dict[str, Any]) -> None:
-    """Arrays of numpy, and tensors of a subclass, become plain tensors."""
     dims = (1,) if overrides else (2,)
     output = verified(part, dims=dims, **overrides)
     assert type(output) is Tensor
     assert output.is_contiguous()
+    assert not (output.is_neg() or output.requires_grad)
     expected = part.tolist() if np.ndim(part) else [part.item()]
     assert output.tolist() == expected
 
@@ -135,7 +124,6 @@ def test_arrays_and_subclasses_are_outputs(part: Any, overrides: dict[str, Any])
     ],
 )
 def test_refusals_say_what_to_write(part: Any, overrides: dict[str, Any], says: str) -> None:
-    """The type and the dims of a result can be copied."""
     assert refusal(part, **overrides).endswith(f"Write what the model returns: {says}.")
 
 
@@ -144,10 +132,9 @@ def test_refusals_say_what_to_write(part: Any, overrides: dict[str, Any], says: 
     [(torch.rand(3, 16), "FP32"), ([["a"] * 16] * 3, "BYTES")],
     ids=["numbers", "strings"],
 )
-def test_other_shapes_of_torchscript(
+def test_other_shapes_of_torchscript_are_served_with_one_warning(
     part: Any, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """TorchScript's other shapes are served, as by LibTorch, with one warning."""
     config = build.config(outputs=(build.spec("y", dtype, (2,)),))
     verify = extraction.verifier(config, config.outputs[0], any_shape=True)
     for _ in range(2):
@@ -165,8 +152,7 @@ def test_other_shapes_of_torchscript(
     ],
     ids=["rows", "no rows", "reshape"],
 )
-def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
-    """A wrong number of rows, or a shape for Triton's reshape, is refused even then."""
+def test_shapes_of_torchscript_that_cannot_be_served(part: Tensor, reshaped: bool) -> None:
     spec = dataclasses.replace(build.spec("y", dims=(2,)), reshaped=reshaped)
     verify = extraction.verifier(build.config(outputs=(spec,)), spec, any_shape=True)
     with pytest.raises(OutputError):
@@ -178,8 +164,7 @@ def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("cast", [None, "BF16"])
-def test_tensors_that_cannot_be_sent(cast: str | None) -> None:
-    """A tensor without dense values is refused with its layout, and is not cast."""
+def test_a_tensor_without_dense_values_is_refused_and_not_cast(cast: str | None) -> None:
     for part, form in (
         (FLAT.to_sparse(), "a nested, sparse or empty tensor: torch.sparse_coo on cpu"),
         (FLAT.to("meta"), "a nested, sparse or empty tensor: torch.strided on meta"),
@@ -190,47 +175,20 @@ def test_tensors_that_cannot_be_sent(cast: str | None) -> None:
         assert refusal(part, cast_inputs=cast).startswith(f"is {form}")
 
 
-@pytest.mark.parametrize(
-    ("part", "dtype", "values"),
-    [
-        (torch.tensor([[1.5, 2.5]]).bfloat16(), "FP32", [[1.5, 2.5]]),
-        (torch.ones(1, 2).to(torch.float8_e4m3fn), "FP32", [[1.0, 1.0]]),
-    ],
-)
-def test_outputs_are_cast_back(part: Tensor, dtype: str, values: Any) -> None:
-    """CAST_INPUTS also converts a floating-point result to the config's type."""
-    output = verified(part, dtype, rows=1, cast_inputs="BF16")
-    assert isinstance(output, Tensor)
-    assert output.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
-    assert output.tolist() == values
-    assert refusal(part, dtype, rows=1).startswith("is ")
-    integers = torch.tensor([[1, 0]])
-    assert refusal(integers, dtype, rows=1, cast_inputs="BF16").startswith("is int64")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float64])
+def test_cast_inputs_converts_floating_point_results_back(dtype: torch.dtype) -> None:
+    part = torch.tensor([[1.5, 2.0]]).to(dtype)
+    output = verified(part, rows=1, cast_inputs="BF16")
+    assert torch.equal(torch.as_tensor(output), torch.tensor([[1.5, 2.0]]))
+    assert refusal(part, rows=1).startswith("is ")
     assert refusal(part, "INT64", rows=1, cast_inputs="BF16").startswith("is ")
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        pytest.param(torch.arange(6.0).reshape(2, 3).t(), id="transposed"),
-        pytest.param(torch.arange(2.0).expand(3, -1), id="expanded"),
-        pytest.param(torch.view_as_complex(torch.rand(3, 2, 2)).conj().imag, id="negated later"),
-        pytest.param(nn.Parameter(torch.ones(3, 2)), id="parameter"),
-    ],
-)
-def test_memory_is_what_triton_reads(part: Tensor) -> None:
-    """An output is contiguous, resolved and detached, whatever the tensor's layout."""
-    output = verified(part)
-    assert isinstance(output, Tensor)
-    assert output.is_contiguous()
-    assert not output.requires_grad
-    assert not output.is_neg()
-    assert output.numpy().tolist() == part.detach().resolve_neg().tolist()
+    assert refusal(part.long(), rows=1, cast_inputs="BF16").startswith("is int64")
 
 
 @pytest.mark.parametrize("most", [0, 1 << 20], ids=["one by one", "together"])
-def test_finite(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the first output that is not finite; strings and integers are finite."""
+def test_an_output_that_is_not_finite_is_refused_by_name(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(extraction, "_CHECKED_TOGETHER_BYTES", most)
     specs = (build.spec("n", "INT64"), build.spec("a"), build.spec("b"), build.spec("s", "BYTES"))
     finite = extraction.Finite(build.config(outputs=specs))
@@ -238,6 +196,8 @@ def test_finite(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     result: dict[str, Value] = {"n": good.long(), "a": good, "b": good, "s": np.array([["a"]])}
     refusal = InputError("refused before")
     first, *others = finite.finish([result | {"b": bad}, result, refusal], ())
+    assert isinstance(first, OutputError)
+    assert first.reported
     assert "output 'b' holds NaN or infinity" in str(first)
     assert others == [result, refusal]
     assert finite.finish([refusal], ()) == [refusal]
@@ -262,7 +222,6 @@ def test_finite(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strings_get_the_shape_of_the_config(
     part: Any, overrides: dict[str, Any], dims: tuple[int, ...], expected: Any
 ) -> None:
-    """Strings may be in flat or nested lists, or in an array; a request without rows has one."""
     output = verified(part, "BYTES", dims, **overrides)
     assert isinstance(output, np.ndarray)
     assert output.dtype == np.object_
@@ -287,15 +246,10 @@ def test_strings_get_the_shape_of_the_config(
 def test_strings_that_contradict_the_config_are_refused(
     part: Any, dims: tuple[int, ...], overrides: dict[str, Any], message: str
 ) -> None:
-    """Another shape, number of rows or type of value, or text that UTF-8 does not have."""
     assert refusal(part, "BYTES", dims, **overrides).startswith(message)
 
 
-# --- outputs without a config ----------------------------------------------------------------
-
-
-def test_without_a_config() -> None:
-    """A tensor stays as it is, and a number becomes a tensor."""
+def test_without_a_config_a_number_becomes_a_tensor() -> None:
     tensor, number, strings = (
         extraction.unchecked("y", part)
         for part in (torch.ones(2, 3, requires_grad=True), True, [["a"]])

@@ -36,8 +36,7 @@ class _Record:
         pytest.param(_Record(torch.zeros(2), 1.5), id="dataclass"),
     ],
 )
-def test_sent(tree: Any) -> None:
-    """Each tensor is copied or moved to the device, in a tree of the same type."""
+def test_tensors_are_copied_or_moved_in_a_tree_of_the_same_type(tree: Any) -> None:
     copy = trees.clone(tree)
     assert type(copy) is type(tree)
     assert copy is not tree
@@ -63,8 +62,7 @@ def test_sent(tree: Any) -> None:
         pytest.param(_Record(["x", "y"]), [_Record("x"), _Record("y")], id="dataclass"),
     ],
 )
-def test_split(result: Any, expected: list[Any]) -> None:
-    """Each of two rows gets its part."""
+def test_each_row_gets_its_part(result: Any, expected: list[Any]) -> None:
     assert trees.split(result, 2) == expected
 
 
@@ -76,7 +74,6 @@ def test_split(result: Any, expected: list[Any]) -> None:
         pytest.param({"a": (np.zeros(4),)}, r"an ndarray \[4\]", id="inside"),
     ],
 )
-def test_rows_that_differ(result: Any, part: str) -> None:
-    """A part without an entry for each row is an error that names it."""
+def test_a_part_without_an_entry_for_each_row_is_refused(result: Any, part: str) -> None:
     with pytest.raises(OutputError, match=f"the result for 2 rows holds {part}"):
         trees.split(result, 2)
