@@ -20,10 +20,7 @@ def is_incomplete(document: Document) -> bool:
 
 
 def complete(arguments: Mapping[str, str], document: JsonObject) -> None:
-    """Fill in the inputs, outputs and max_batch_size of a config by running the model.
-
-    `document` is the config in Triton's arguments; it is changed in place.
-    """
+    """Fill in the inputs, outputs and max_batch_size of a config in place by running the model."""
     task = "torch_py_backend.autocomplete.schema:describe"
     fill(document, child_process.run(task, {"arguments": dict(arguments)}, LIMIT_S))
 

@@ -47,11 +47,7 @@ def load(
     config: ModelConfig,
     device: torch.device | None,
 ) -> Loaded:
-    """Load a package. It is called with its leaves, in the order of the package.
-
-    Raises:
-        ArtifactError: it was built for another machine, or this torch cannot load it.
-    """
+    """Load a package. It is called with its leaves, in the order of the package."""
     path = artifact.path
     difference = mismatch(path, device)
     if difference:
@@ -125,11 +121,7 @@ def _checked(
 
 
 def _rows(call: _Run, row: list[Tensor]) -> Rows:
-    """Return how many rows a package takes, from a call with one; ConfigError for a wrong dtype.
-
-    Most packages with a dynamic batch take at least two, because torch.export specializes a size
-    of 1.
-    """
+    """Return how many rows a package takes, from a call with one; ConfigError for a wrong dtype."""
     try:
         with torch.inference_mode():
             call(row)
@@ -137,7 +129,7 @@ def _rows(call: _Run, row: list[Tensor]) -> Rows:
         reason = str(error)
         if "unmatched dtype" in reason:
             raise ConfigError(reason, cure="Write that type into config.pbtxt.") from error
-        return Rows(2)
+        return Rows(2)  # torch.export specializes a size of 1
     return ANY_ROWS
 
 

@@ -68,14 +68,11 @@ class Artifact:
 
     @property
     def source(self) -> Path | None:
-        """The source file that is imported before a complete artifact is loaded, if there is one.
-
-        It may register operators and classes that the artifact needs.
-        """
+        """The file that may register what a complete artifact needs, and is imported before it."""
         if self.kind in (ArtifactType.MODULE, ArtifactType.FACTORY):
             return None
         paths = (self.path.with_suffix(".py"), self.path.with_name("model.py"))
-        return next((path for path in paths if path.is_file()), None)
+        return next(filter(Path.is_file, paths), None)
 
     def weight_files(self) -> list[Path]:
         """Return the files of its weights, an index before its shards."""
@@ -116,14 +113,11 @@ def find(config: ModelConfig) -> Artifact:
 
 
 def defines_module(source: Path) -> bool:
-    """Return whether a file may define an nn.Module: a class with a base that is not a container.
-
-    If the file has a syntax error, it may; loading it then reports the error.
-    """
+    """Return whether a file may define an nn.Module: a class whose base is no container."""
     try:
         tree = ast.parse(source.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return True
+        return True  # loading it reports the error
     classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     bases = [ast.unparse(base) for node in classes for base in node.bases]
     names = {base.rpartition(".")[2] for base in bases}
@@ -167,11 +161,9 @@ def _model_file(config: ModelConfig) -> Path:
     present = [path for path in paths if path.is_file()]
     if not present:
         entries = folder.iterdir() if folder.is_dir() else ()
-        others = sorted(
-            f"{path.name}{'' if path.exists() else ' (a broken link)'}" for path in entries
-        )
+        others = [path.name + ("" if path.exists() else " (a broken link)") for path in entries]
         raise ArtifactError(
-            f"version {config.version} holds {', '.join(others) or 'no files'}",
+            f"version {config.version} holds {', '.join(sorted(others)) or 'no files'}",
             expected=" or ".join(names),
             cure="Put the model there, or name its file with default_model_filename.",
         )
@@ -199,11 +191,7 @@ def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path) -> Artifa
 
 
 def weights_beside(folder: Path, stem: str) -> Path | None:
-    """Return the weights file with this stem in a folder; None: there is none.
-
-    Raises:
-        ArtifactError: there are several.
-    """
+    """Return the weights file with this stem in a folder; ArtifactError if there are several."""
     paths = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
     present = [path for path in paths if path.is_file()]
     if len(present) > 1:
@@ -223,7 +211,7 @@ def check_inside(
 ) -> None:
     """Raise ConfigError if the file name in an option leads out of the model's folder.
 
-    The name, which may be that of a link, is relative to `folder`; None: the version folder.
+    The name is relative to `folder`; None: the version folder.
     """
     path = (folder or config.version_folder) / name
     if not is_inside(path, config.folder, config.version_folder):
@@ -310,9 +298,5 @@ def is_cuda_package(path: Path) -> bool:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each weight in Hugging Face's `model.safetensors.index.json`.
-
-    Raises:
-        Exception: it cannot be read, or is no index.
-    """
+    """Return the file of each weight in Hugging Face's index; Exception if it is none."""
     return dict(json.loads(index.read_bytes())["weight_map"])

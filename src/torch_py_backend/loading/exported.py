@@ -30,11 +30,7 @@ def load(
     config: ModelConfig,
     device: torch.device | None,
 ) -> Loaded:
-    """Load a program and move it to the device.
-
-    Raises:
-        ArtifactError: this torch cannot load it.
-    """
+    """Load a program and move it to the device."""
     path = artifact.path
     program = _read(path)
     if config.options.enable_weight_sharing is not False:
@@ -54,11 +50,7 @@ def load(
 
 
 def describe(path: Path) -> tuple[Values, Values, Rows]:
-    """Return the inputs and outputs of a program by name, as traced, and its rows.
-
-    Raises:
-        ArtifactError: this torch cannot load it.
-    """
+    """Return the inputs and outputs of a program by name, as traced, and its rows."""
     program = _read(path)
     signature = _signature(program, program.module())
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}

@@ -48,13 +48,7 @@ _EXCLUSIVE = (
 
 
 class Hook:
-    """One method of the hooks.
-
-    Attributes:
-        name: the method's name.
-        method: the method.
-        takes_parameters: whether it takes the request's parameters.
-    """
+    """One method of the hooks."""
 
     def __init__(self, name: str, method: Callable[..., Tree]) -> None:
         self.name, self.method = name, method
@@ -62,12 +56,7 @@ class Hook:
         self._refused = False
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """Call the method.
-
-        Raises:
-            InputError: the method refuses the input.
-            ForwardError: the method fails.
-        """
+        """Call the method; InputError if it refuses the input, ForwardError if it fails."""
         try:
             return self.method(*args, **kwargs)
         except (BackendError, KeyboardInterrupt):
@@ -227,25 +216,19 @@ def row_signature(config: ModelConfig) -> Signature:
         takes = ArgumentType.TENSOR
         if spec.dtype.torch is None:
             takes = ArgumentType.RAW if spec.dims in ((), (1,)) else ArgumentType.BYTES
-        arguments.append(
-            Argument(spec.name, not spec.optional, Passing.KEYWORD_ONLY, takes, spec.name)
-        )
+        required = not spec.optional
+        arguments.append(Argument(spec.name, required, Passing.KEYWORD_ONLY, takes))
     return Signature(tuple(arguments), name="collate")
 
 
 def hook_signature(config: ModelConfig, hook: Hook) -> Signature:
-    """Return the signature of a hook for inputs, without the request's parameters.
-
-    Raises:
-        BindingError: it has no annotations for strings.
-    """
+    """Return the signature of a hook for inputs; BindingError if it does not fit the config."""
     method = hook.method
     if hook.takes_parameters:  # the arguments after it are then passed by name
         method = partial(method, **{ARGUMENT: None})
     arguments = introspection.from_function(method).arguments
-    signature = Signature(
-        tuple(each for each in arguments if each.name != ARGUMENT), name=hook.name
-    )
+    inputs_only = tuple(each for each in arguments if each.name != ARGUMENT)
+    signature = Signature(inputs_only, name=hook.name)
     names = [spec.name for spec in config.inputs]
     strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
     inputs = bind_inputs(names, signature)

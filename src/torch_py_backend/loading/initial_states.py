@@ -16,11 +16,7 @@ from torch_py_backend.values import Item, Value
 
 
 def find(config: ModelConfig, rows: int | None) -> Item:
-    """Return the states for the first step.
-
-    Args:
-        config: the model's config.
-        rows: the size of the batch dimension; None: the model has none.
+    """Return the states for the first step, with a batch dimension of `rows` if that is not None.
 
     Raises:
         ArtifactError: a file of initial values is missing or too short.

@@ -115,9 +115,6 @@ def share(weights: Iterable[object], archive: Path) -> None:
 
     They are found by their bytes, so that only equal values are shared. This supports any format
     that keeps tensors as uncompressed members of a ZIP archive, as TorchScript and torch.export do.
-
-    Raises:
-        OSError, ValueError, zipfile.BadZipFile: the archive cannot be read.
     """
     by_storage = defaultdict(list)
     for weight in {id(weight): weight for weight in weights}.values():
@@ -168,12 +165,7 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class Mapped(NamedTuple):
-    """Weights in mapped files.
-
-    Attributes:
-        shared: their bytes.
-        total: the bytes of all weights.
-    """
+    """The bytes of weights in mapped files, and those of all weights."""
 
     shared: int
     total: int

@@ -123,10 +123,6 @@ def load(
     """Load what a model.py defines, or what MODEL_FACTORY of a package returns.
 
     A module is filled with the weights of its version folder and moved to its device.
-
-    Raises:
-        ArtifactError: it cannot be loaded.
-        ConfigError: an option does not apply to it.
     """
     served, is_filled = construct(config, artifact)
     owner = served if isinstance(served, nn.Module) else None
@@ -172,13 +168,7 @@ def _describe(
 
 
 def construct(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
-    """Return the module or the function that is served, and whether it has its weights already.
-
-    The random values of weights that a file has are not drawn.
-
-    Raises:
-        ArtifactError: there is no such object, there are several, or the code fails.
-    """
+    """Return the module or the function that is served, and whether it has its weights already."""
     path, options = artifact.path, config.options
     if artifact.kind is ArtifactType.FACTORY:
         place = config.folder / "config.pbtxt"  # it names the factory

@@ -20,11 +20,7 @@ def load(
     config: ModelConfig,
     device: torch.device | None,
 ) -> Loaded:
-    """Load an archive that torch.jit.save wrote, in eval mode, with its weights in the mapped file.
-
-    Raises:
-        ArtifactError: this torch cannot load it, or it lacks the method to serve.
-    """
+    """Load an archive that torch.jit.save wrote, in eval mode, with its weights in the file."""
     path = artifact.path
     with reading(path, artifact.kind):
         module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)

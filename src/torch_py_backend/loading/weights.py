@@ -76,11 +76,7 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
 
 
 def read(config: ModelConfig, path: Path) -> dict[str, Any]:
-    """Return the entries of a state_dict in a file, or in the shards that an index names, by key.
-
-    Raises:
-        ArtifactError: they cannot be read.
-    """
+    """Return the entries of a state_dict in a file, or in the shards of an index, by key."""
     try:
         state = _read(config, path)
         if isinstance(state, dict) and all(isinstance(key, str) for key in state):

@@ -28,13 +28,10 @@ _CHECK = "aot_inductor.check_lowerbound"
 
 @dataclass(frozen=True, slots=True)
 class ModuleFiles:
-    """What is saved of a module.
+    """What is saved of a module: as the arguments of `save_model`, but for two.
 
     Attributes:
-        dynamic_shapes: those of `torch.export.export`.
-        kwargs: the arguments of the class.
         pretrained: it is a model of transformers, to be saved with `save_pretrained`.
-        processor: what is saved beside such a model.
         hooks: the class of hooks, or the file with it; None: there are no hooks.
     """
 

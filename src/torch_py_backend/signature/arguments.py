@@ -132,10 +132,7 @@ class Signature:
         return [argument.name for argument in self.arguments if argument.passing in single]
 
     def container_argument(self, names: Sequence[str]) -> Argument | None:
-        """Return the argument that contains all inputs as its parts, or None.
-
-        It is the only argument, or the only one without a default.
-        """
+        """Return the only argument that is needed, if all inputs are its parts; else None."""
         needed = [entry for entry in self.arguments if entry.required] or self.arguments
         if len(needed) != 1 or needed[0].type not in CONTAINERS:
             return None

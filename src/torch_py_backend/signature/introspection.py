@@ -41,11 +41,7 @@ _TYPES: Mapping[object, ArgumentType] = {
 
 
 def from_function(function: Callable[..., object]) -> Signature:
-    """Return the signature of a Python callable.
-
-    Raises:
-        TypeError, ValueError: Python cannot inspect it.
-    """
+    """Return the signature of a Python callable; TypeError or ValueError if Python knows none."""
     unwrapped = inspect.unwrap(function)
     while isinstance(unwrapped, functools.partial):
         unwrapped = inspect.unwrap(unwrapped.func)
