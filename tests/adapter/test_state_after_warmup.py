@@ -1,11 +1,9 @@
 """The first answers after READY are those of a model that has not been called before."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import fake_triton
 import models
@@ -13,102 +11,31 @@ import numpy as np
 import pytest
 import scenarios
 import torch
-from safetensors.torch import save_file
-from scenarios import Writer
+from instances import logged, request
+from scenarios import Scenario, Writer
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import TritonPythonModel
 
 pytestmark = pytest.mark.usefixtures("process", "dynamo")
 
-_ROWS = (1, 3, 2)
-
-
-class Scripted(nn.Module):
-    """Keeps state in each kind of attribute that TorchScript can change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        # The annotations of this file are text, which TorchScript does not read.
-        self.seen: Any = torch.jit.Attribute([], list[Tensor])
-        self.by_name: Any = torch.jit.Attribute({}, dict[str, Tensor])
-        self.last: Any = torch.jit.Attribute(None, Optional[Tensor])  # noqa: UP045
-        self.kept: Any
-        self.total = torch.zeros(4)  # an attribute, no buffer
-        self.register_buffer("kept", torch.zeros(4), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen.append(x)
-        last = self.last
-        result = x + self.calls + len(self.seen) + len(self.by_name) + self.total + self.kept
-        if last is not None:
-            result = result + last
-        self.by_name[str(self.calls)] = x
-        self.last = x.sum()
-        self.total += 1
-        self.kept = self.kept + 1
-        return result  # type: ignore[no-any-return]
-
-
-class Nested(nn.Module):
-    """Its state is in a submodule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Scripted()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(x)  # type: ignore[no-any-return]
-
 
 class Buffers(nn.Module):
-    """Writes to a buffer, replaces one, and leaves one as it is."""
+    """Writes to a buffer, and replaces one."""
 
     count: Tensor
     replaced: Tensor
-    constant: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(4))
         self.register_buffer("replaced", torch.zeros(4), persistent=False)
-        self.register_buffer("constant", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        result = x * self.constant + self.count + self.replaced
+        result = x + self.count + self.replaced
         self.count += 1
         self.replaced = self.replaced + x.sum()
         return result
-
-
-class Creates(nn.Module):
-    """Creates a buffer in its first call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if created := not hasattr(self, "created"):
-            self.register_buffer("created", torch.ones(4), persistent=False)
-        return x + created
-
-
-class Memory:
-    """What an attribute of Attentive refers to."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, Tensor] = {"sum": torch.zeros(4)}
-
-
-class Attentive(nn.Module):
-    """Writes to a tensor in an object of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = Memory()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.memory.parts["sum"] += x.sum(0)
-        return x + self.memory.parts["sum"]
 
 
 class Large(nn.Module):
@@ -123,6 +50,44 @@ class Large(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.large[:4] += 1
         return x + self.large[:4]
+
+
+class Part(nn.Module):
+    seen: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.seen = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x)
+        return x + self.calls + len(self.seen)
+
+
+class Attributes(nn.Module):
+    """Counts, lets a list grow, and writes to a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+        self.total = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += 1
+        result: Tensor = self.part(x) + self.total
+        return result
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.sum(0)
+        return x + self.total
 
 
 class Called:
@@ -140,14 +105,7 @@ def build() -> Called:
     return Called()
 
 
-class Negated(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return -x
-
-
 class Hooks:
-    """Hooks around Negated with a state of their own."""
-
     def __init__(self) -> None:
         self.calls = 0
 
@@ -164,173 +122,93 @@ class Recomputes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell = nn.GRU(4, 4, batch_first=True)
         # It computes `weight`, an attribute, before each call.
         self.head = torch.nn.utils.weight_norm(nn.Linear(4, 4))
+        self.shape, self.device = torch.Size([4]), torch.device("cpu")
 
     @functools.cached_property
     def scale(self) -> float:
         return 2.0
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.cell(x[:, None])[0][:, 0]) * self.scale
+        self.shape, self.device = x.shape[1:], x.device
+        result: Tensor = self.head(x) * self.scale
         return result
 
 
-_CONFIG = scenarios.config({"x": [4]}, {"y": [4]}, more="dynamic_batching { }\n")
-_BUILT_AGAIN = "is built again without a warm-up"
-
-
-def _weights(module: nn.Module) -> Writer:
-    def write(folder: Path) -> None:
-        if module.state_dict():
-            save_file(module.state_dict(), folder / "model.safetensors")
-
-    return write
-
-
-def _exported(module: nn.Module) -> Writer:
-    def write(folder: Path) -> None:
-        rows = {"x": {0: torch.export.Dim("rows", max=64)}}
-        program = torch.export.export(module.eval(), (torch.zeros(3, 4),), dynamic_shapes=rows)
-        torch.export.save(program, folder / "model.pt2")
-
-    return write
-
-
-class Exported(nn.Module):
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count.add_(1)
-        return x + self.count
-
-
 def _python(module: nn.Module, *definitions: Any) -> Writer:
-    return scenarios.both(
-        scenarios.text("import functools\n" + models.source(type(module), *definitions)),
-        _weights(module),
-    )
+    source = "import functools\n" + models.source(type(module), *definitions)
+    return scenarios.both(scenarios.text(source), scenarios.safe(module.state_dict()))
 
 
-def _example(folder: Path) -> None:
-    save_file({"x": torch.arange(12.0).reshape(3, 4)}, folder / "example_inputs.safetensors")
-
-
-def _served(folder: Path, write: Writer, config: str) -> tuple[TritonPythonModel, str]:
-    """Load a model with an example beside it; return it and the log of the load."""
-    scenario = scenarios.Scenario("digits", scenarios.both(write, _example), config)
+def _served(folder: Path, write: Writer, parameters: dict[str, str]) -> TritonPythonModel:
+    config = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters)
     model = TritonPythonModel()
-    model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
-    return model, "\n".join(f"{level}: {text}" for level, text in fake_triton.Logger.lines)
+    model.initialize(fake_triton.arguments(Scenario("digits", write, config).lay_out(folder)))
+    return model
 
 
 def _compare(model: TritonPythonModel, fresh: Callable[[Tensor], Tensor]) -> None:
     """Compare answers one after another with those of a module that was not called before."""
-    for rows in _ROWS:
-        x = np.full((rows, 4), rows, np.float32)
-        request = fake_triton.InferenceRequest([fake_triton.Tensor("x", x)])
-        (response,) = model.execute([request])
+    for rows in (1, 3, 2):
+        (response,) = model.execute([request(rows, rows=rows)])
         assert response.error() is None
         (tensor,) = response.output_tensors()
         with torch.no_grad():
-            expected = fresh(torch.from_numpy(x.copy()))
+            expected = fresh(torch.full((rows, 4), float(rows)))
         np.testing.assert_allclose(tensor.as_numpy(), expected.numpy(), rtol=1e-5)
 
 
-_FROZEN = '\nparameters { key: "OPTIMIZE" value { string_value: "freeze" } }\n'
-
-
-@pytest.mark.parametrize(
-    ("module", "write"),
-    [(Buffers(), _python(Buffers())), (Exported(), _exported(Exported()))],
-    ids=["module", "program"],
-)
-def test_buffers_are_put_back(module: nn.Module, write: Writer, tmp_path: Path) -> None:
-    """The model is not built again if only buffers have changed."""
-    model, log = _served(tmp_path, write, _CONFIG)
-    assert _BUILT_AGAIN not in log, log
-    _compare(model, module)
-
-
-@pytest.mark.parametrize(
-    ("fresh", "write", "config", "name"),
-    [
-        pytest.param(Attentive, _python(Attentive(), Memory), "", "memory", id="object"),
-        pytest.param(Large, _python(Large()), "", "large", id="large buffer"),
-        pytest.param(Creates, _python(Creates()), "", "created", id="new buffer"),
-        pytest.param(Nested, scenarios.script(Nested()), "", "part.calls", id="TorchScript"),
-        pytest.param(Nested, scenarios.script(Nested()), _FROZEN, "part.calls", id="frozen"),
-        pytest.param(
-            Hooks, scenarios.hooked(models.source(Negated, Hooks)), "", "hooks.calls", id="hooks"
-        ),
-        pytest.param(build, scenarios.python(Called, build), "", "calls", id="no module"),
-    ],
-)
-def test_models_that_are_built_again(
-    fresh: Callable[[], Any], write: Writer, config: str, name: str, tmp_path: Path
-) -> None:
-    """A model whose attributes have changed is built again, and a warning names them."""
-    parameters = {"MODEL_CLASS": fresh.__name__}
-    if fresh is build:
-        parameters = {"MODEL_FACTORY": "build"}
-    elif fresh in (Hooks, Nested):
-        parameters = {}
-    config = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters) + config
-    model, log = _served(tmp_path, write, config)
-    (line,) = [line for line in log.splitlines() if _BUILT_AGAIN in line]
-    assert line.startswith("warn: ")
-    assert name in line
-    assert log.count("the warm-up begins") == 1
-    _compare(model, torch.jit.script(Nested()) if fresh is Nested else fresh())
-
-
+@pytest.mark.parametrize("make", [Buffers, Recomputes])
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
-def test_models_that_recompute_attributes(tmp_path: Path) -> None:
-    """Attributes with equal values, and cached properties, are no state."""
-    module = Recomputes().eval()
-    write = _python(module)
-    config = scenarios.config({"x": [4]}, {"y": [4]}, parameters={"MODEL_CLASS": "Recomputes"})
-    model, log = _served(tmp_path, write, config)
-    assert _BUILT_AGAIN not in log, log
+def test_buffers_are_put_back_and_caches_stay(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    module = make().eval()
+    model = _served(tmp_path, _python(module), {"MODEL_CLASS": make.__name__})
+    assert not logged("warn")
     _compare(model, module)
 
 
-class Caches(nn.Module):
-    """Fills a table in its first call, as some models of timm do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: dict[str, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if "bias" not in self.tables:
-            self.tables["bias"] = torch.arange(4.0)
-        return x + self.tables["bias"]
+_ATTRIBUTES = ["part.calls", "part.seen", "total"]
+_MODULE = _python(Attributes(), Part), {"MODEL_CLASS": "Attributes"}
+_SCRIPT = scenarios.script(Attributes())
+_HOOKS = scenarios.hooked(models.source(models.Negate, Hooks))
+_CALLED = scenarios.python(Called, build), {"MODEL_FACTORY": "build"}
+_LARGE = scenarios.python(Large), {"WEIGHTS": "none"}
 
 
 @pytest.mark.parametrize(
-    ("module", "write", "eager_calls"),
+    ("fresh", "write", "parameters", "names"),
     [
-        # Its first call with an empty table had eight rows.
-        pytest.param(Caches(), _python(Caches()), 1, id="table"),
-        pytest.param(Attentive(), _python(Attentive(), Memory), 0, id="object"),
+        pytest.param(Attributes, *_MODULE, _ATTRIBUTES, id="module"),
+        pytest.param(Attributes, _SCRIPT, {}, _ATTRIBUTES, id="TorchScript"),
+        pytest.param(Attributes, _SCRIPT, {"OPTIMIZE": "freeze"}, _ATTRIBUTES, id="frozen"),
+        pytest.param(Large, *_LARGE, ["large"], id="large buffer"),
+        pytest.param(Hooks, _HOOKS, {}, ["hooks.calls"], id="hooks"),
+        pytest.param(Called, *_CALLED, ["calls"], id="no module"),
     ],
 )
-def test_compiled_models(
-    module: nn.Module, write: Writer, eager_calls: int, tmp_path: Path
+def test_models_with_other_state_are_built_again(
+    fresh: Callable[[], Any],
+    write: Writer,
+    parameters: dict[str, str],
+    names: list[str],
+    tmp_path: Path,
 ) -> None:
-    """A compiled model that is built again compiles nothing, and uses the graphs that it has."""
+    model = _served(tmp_path, write, parameters)
+    (warning,) = logged("warn")
+    assert "is built again without a warm-up" in warning
+    assert all(name in warning for name in names)
+    assert sum("the warm-up begins" in line for line in logged("info")) == 1
+    _compare(model, fresh())
+
+
+def test_a_compiled_model_that_is_built_again_uses_its_graphs(tmp_path: Path) -> None:
     compiles = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "aot_eager"}'}
-    parameters = compiles | {"MODEL_CLASS": type(module).__name__}
-    config = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters)
-    model, log = _served(tmp_path, write, config)
-    assert _BUILT_AGAIN in log
+    model = _served(tmp_path, scenarios.python(Sums), compiles | {"WEIGHTS": "none"})
+    assert "built again" in logged("warn")[0]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    _compare(model, module)
+    _compare(model, Sums())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    assert model._engine.counts.eager_calls == eager_calls
+    assert model._engine.counts.eager_calls == 0

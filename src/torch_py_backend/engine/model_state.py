@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
-import io
-import logging
-import pickle
+import contextlib
+import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
-from torch.jit import ScriptFunction, ScriptModule
+from torch.jit import ScriptModule
 
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.pipeline import failures
 
 # Buffers of more bytes than this in total may be weights, as in quantized modules.
 _COPIED_BYTES = 256 << 20
-# Compared by identity: they hold no state.
-_OPAQUE = (type, types.ModuleType, types.FunctionType, logging.Logger, nn.Parameter)
-# Objects of TorchScript are not observed: the weights of quantized modules are such.
-_SCRIPT_OBJECTS = (torch.ScriptObject, ScriptFunction)
-# Attributes of an nn.Module that are not compared: buffers are by themselves.
-_REGISTERED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+# Attributes whose values are compared. `x.device` is another object each time.
+_VALUES = (types.NoneType, bool, int, float, str, bytes, torch.device)
+_CONTAINERS = (MutableSequence, MutableMapping, MutableSet)
+_Mark: TypeAlias = "tuple[object, ...]"
 
 
 class ModelState:
     """The state of a model before the warm-up.
 
-    Buffers are copied. Attributes of Python objects and of TorchScript are only compared, because
-    what they refer to cannot always be copied. An attribute that pickle does not accept is compared
-    by identity. Global variables are not observed.
+    Buffers are copied. Of other attributes only a mark is kept: an attribute that is assigned, a
+    counter, a container that grows, and a tensor that is written are noticed. What changes within
+    another object, or within a container that keeps its length, is not; neither are global
+    variables.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._modules = dict(_modules(engine))
         self._buffers = self._named_buffers()
         self._versions = {path: failures.version(tensor) for path, tensor in self._buffers.items()}
-        self._copies: dict[str, Tensor] = {}
-        left = _COPIED_BYTES
-        for path, tensor in self._buffers.items():
-            left -= tensor.nbytes
-            if left >= 0:
-                self._copies[path] = tensor.clone()
+        sizes = itertools.accumulate(tensor.nbytes for tensor in self._buffers.values())
+        self._copies = {
+            path: tensor.clone()
+            for (path, tensor), size in zip(self._buffers.items(), sizes, strict=True)
+            if size <= _COPIED_BYTES
+        }
         self._objects = dict(_objects(engine, self._modules))
-        self._attributes = self._read()  # which keep their identities
-        self._contents = self._hashes(self._attributes)
+        # While they are kept, no other object gets an identity or an address of theirs.
+        self._kept: list[object] = []
+        self._marks = self._read()
 
     def put_back(self) -> list[str]:
         """Put buffers back; return the names of everything else that the warm-up has changed."""
@@ -66,10 +64,8 @@ class ModelState:
                 tensor.copy_(copied)
             module, dot, name = path.rpartition(".")
             setattr(self._modules[module + dot], name, tensor)
-        contents = self._hashes(self._read())
-        before = self._contents
-        changed += [path for path in before | contents if before.get(path) != contents.get(path)]
-        return changed
+        before, marks = self._marks, self._read()
+        return changed + [path for path in before | marks if before.get(path) != marks.get(path)]
 
     def _named_buffers(self) -> dict[str, Tensor]:
         return {
@@ -78,17 +74,16 @@ class ModelState:
             for name, tensor in module.named_buffers(recurse=False)
         }
 
-    def _read(self) -> dict[str, object]:
-        """Return the attributes of all objects by their paths."""
-        return {
-            path + name: value
-            for path, part in self._objects.items()
-            for name, value in _attributes(part).items()
-        }
-
-    def _hashes(self, attributes: dict[str, object]) -> dict[str, int]:
-        known = set(map(id, self._objects.values()))
-        return {path: _content(value, known) for path, value in attributes.items()}
+    def _read(self) -> dict[str, _Mark]:
+        """Return the marks of the attributes of all objects by their paths."""
+        marks = {}
+        for path, part in self._objects.items():
+            # Attributes of TorchScript are other Python objects each time.
+            stays = not isinstance(part, ScriptModule)
+            for name, value in _attributes(part).items():
+                marks[path + name] = _mark(value, stays)
+                self._kept.append(value)
+        return marks
 
 
 def _modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
@@ -106,14 +101,9 @@ def _modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{path}.".lstrip("."), module
 
 
-# --- attributes ----------------------------------------------------------------------------------
-
-
 def _objects(engine: Engine, modules: dict[str, nn.Module]) -> Iterator[tuple[str, object]]:
     """Yield the objects of the model's code with their paths."""
-    for path, module in modules.items():
-        if not isinstance(module, GraphModule):
-            yield path, module
+    yield from modules.items()
     served = getattr(engine.loaded.module, "__self__", engine.loaded.module)
     if engine.loaded.owner is None and not isinstance(served, types.FunctionType):
         yield "", served
@@ -122,7 +112,7 @@ def _objects(engine: Engine, modules: dict[str, nn.Module]) -> Iterator[tuple[st
 
 
 def _attributes(part: object) -> dict[str, object]:
-    """Return an object's attributes, without a module's parameters and buffers."""
+    """Return an object's attributes, without those that are computed in each call."""
     if isinstance(part, ScriptModule):
         kinds: Any = torch._C.ConcreteModuleType.from_jit_type(part._c._type())
         return {
@@ -130,41 +120,27 @@ def _attributes(part: object) -> dict[str, object]:
             for name, (_, is_parameter) in kinds.get_attributes().items()
             if not is_parameter and name not in part._buffers
         }
-    fields = dict(getattr(part, "__dict__", {}))
-    computed = [
-        name for name in fields if isinstance(getattr(type(part), name, None), cached_property)
-    ]
-    if isinstance(part, nn.Module):
-        computed += _REGISTERED
-        # torch's first weight_norm and spectral_norm set these attributes in each call.
-        computed += [getattr(hook, "name", "") for hook in part._forward_pre_hooks.values()]
-    for name in computed:
-        fields.pop(name, None)
-    return fields
+    hooks = getattr(part, "_forward_pre_hooks", {}).values()
+    # torch's first weight_norm and spectral_norm set these attributes in each call.
+    computed = [getattr(hook, "name", "") for hook in hooks]
+    return {
+        name: value
+        for name, value in getattr(part, "__dict__", {}).items()
+        if name not in computed and not isinstance(getattr(type(part), name, None), cached_property)
+    }
 
 
-class _Pickler(pickle.Pickler):
-    """Writes what a value contains: hashes of tensors, IDs of code and of the model's objects."""
-
-    def __init__(self, stream: io.BytesIO, known: set[int]) -> None:
-        super().__init__(stream)
-        self._known = known
-
-    def persistent_id(self, value: object) -> object:
-        if isinstance(value, _SCRIPT_OBJECTS):
-            return type(value).__name__
-        if isinstance(value, _OPAQUE) or id(value) in self._known:
-            return id(value)
-        if isinstance(value, Tensor):
-            return value.dtype, value.shape, failures.digest(value)
-        return None
-
-
-def _content(value: object, known: set[int]) -> int:
-    """Return a hash of a value and of what it refers to."""
-    stream = io.BytesIO()
-    try:
-        _Pickler(stream, known).dump(value)
-    except Exception:  # it has a lock, a file or a sparse tensor, or is too deep
-        return id(value)
-    return hash(stream.getvalue())
+def _mark(value: object, stays: bool) -> _Mark:  # noqa: FBT001
+    """Return what tells an attribute from its later value; `stays`: objects keep their identity."""
+    kind, identity = type(value), id(value) if stays else None
+    if isinstance(value, _VALUES):
+        return kind, repr(value)
+    if isinstance(value, tuple):
+        return kind, *(_mark(part, stays) for part in value)
+    if isinstance(value, _CONTAINERS):
+        return kind, identity, len(value)
+    if isinstance(value, Tensor):
+        # A sparse tensor, or one of a library, may have no address.
+        with contextlib.suppress(Exception):
+            return kind, value.shape, failures.version(value)
+    return kind, identity
