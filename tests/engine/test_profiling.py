@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import fake_triton
 import models
-import numpy as np
 import pytest
 import scenarios
 import torch
+from instances import load, logged, request
 from scenarios import Scenario
 
-from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.engine.profiling import BATCHES
 
-_SECONDS = 60
 _YIELDS = """\
 class Yields(nn.Module):
     def forward(self, x: Tensor):
@@ -26,7 +23,6 @@ class Yields(nn.Module):
             x = -x
             yield x
 """
-_DECOUPLED = "model_transaction_policy { decoupled: true }\n"
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -34,51 +30,41 @@ pytestmark = pytest.mark.usefixtures("process")
 class _Served:
     """A model that was loaded through the adapter, with PROFILE_DIR."""
 
-    def __init__(self, folder: Path, code: str = "", more: str = "") -> None:
+    def __init__(self, folder: Path, *, decoupled: bool = False) -> None:
         self.traces = folder / "traces"
         self.traces.mkdir()
-        parameters = {"PROFILE_DIR": str(self.traces)}
-        text = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters, more=more)
-        source = scenarios.text(models.source() + code) if code else scenarios.python(models.Negate)
-        self.model = TritonPythonModel()
-        self.model.initialize(fake_triton.arguments(Scenario("m", source, text).lay_out(folder)))
+        config = scenarios.x_to_y(PROFILE_DIR=str(self.traces))
+        source = scenarios.python(models.Negate)
+        if decoupled:
+            config += "model_transaction_policy { decoupled: true }\n"
+            source = scenarios.text(models.source() + _YIELDS)
+        self.model = load(folder, Scenario("m", source, config))
 
     def send(self, times: int) -> None:
-        x = np.ones((1, 4), dtype=np.float32)
         for _ in range(times):
-            request = fake_triton.InferenceRequest([fake_triton.Tensor("x", x)])
-            responses = self.model.execute([request])
+            sent = request(1)
+            responses = self.model.execute([sent])
             if responses is None:
-                assert request.sender.ended.wait(_SECONDS)
-                responses = request.sender.responses
+                assert sent.sender.ended.wait(30)
+                responses = sent.sender.responses
             assert all(response.error() is None for response in responses)
 
     def trace_files(self) -> list[Path]:
         return sorted(self.traces.iterdir())
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def _names(path: Path) -> Iterator[str]:
+    """Yield the names of the events that are within the range of a batch."""
     with gzip.open(path) as file:
-        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    return events
+        events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    times = [(event["ts"], event["ts"] + event["dur"]) for event in events]
+    batches = [span for span, event in zip(times, events, strict=True) if event["name"] == "batch"]
+    for (begin, end), event in zip(times, events, strict=True):
+        if any(first <= begin and end <= last for first, last in batches):
+            yield event["name"]
 
 
-def _names(path: Path) -> list[str]:
-    """Return the names of the events that are within the range of a batch."""
-    events = [event for event in _events(path) if event["ph"] == "X"]
-    batches = [event for event in events if event["name"] == "batch"]
-    return [
-        event["name"]
-        for event in events
-        if any(
-            batch["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= batch["ts"] + batch["dur"]
-            for batch in batches
-        )
-    ]
-
-
-def test_first_batches(tmp_path: Path) -> None:
-    """The first batches after READY are profiled, except one; those of the warm-up are not."""
+def test_the_first_batches_after_ready_are_profiled_except_one(tmp_path: Path) -> None:
     served = _Served(tmp_path)
     served.send(BATCHES)
     assert served.trace_files() == []
@@ -87,36 +73,31 @@ def test_first_batches(tmp_path: Path) -> None:
     served.model.finalize()
     assert served.trace_files() == [path]
     assert path.name.startswith("m_0_0-1.")  # the instance, and its version
-    names = _names(path)
-    assert names.count("batch") == BATCHES
-    assert names.count("aten::neg") == BATCHES
+    names = list(_names(path))
+    assert names.count("batch") == names.count("aten::neg") == BATCHES
 
 
-def test_streams(tmp_path: Path) -> None:
-    """For a decoupled model, each call of its code is a batch."""
-    served = _Served(tmp_path, _YIELDS, _DECOUPLED)
+def test_each_call_of_a_decoupled_model_is_a_batch(tmp_path: Path) -> None:
+    served = _Served(tmp_path, decoupled=True)
     served.send(BATCHES)
     served.model.finalize()
     (path,) = served.trace_files()
-    names = _names(path)
+    names = list(_names(path))
     assert names.count("batch") == BATCHES
     assert BATCHES / 2 < names.count("aten::neg") <= BATCHES
 
 
-@pytest.mark.parametrize("more", ["", _DECOUPLED])
-def test_unloading_ends_the_profile(more: str, tmp_path: Path) -> None:
-    """A model that is unloaded before the first recorded batch writes nothing."""
-    served = _Served(tmp_path, _YIELDS if more else "", more)
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_unloading_ends_the_profile(decoupled: bool, tmp_path: Path) -> None:
+    served = _Served(tmp_path, decoupled=decoupled)
     served.model.finalize()
     assert served.trace_files() == []
     assert not torch._C._autograd._profiler_enabled()
 
 
 def test_a_trace_that_cannot_be_written_costs_the_trace_only(tmp_path: Path) -> None:
-    """If PROFILE_DIR becomes a file while the model serves, requests are answered."""
     served = _Served(tmp_path)
     served.traces.rmdir()
     served.traces.touch()
     served.send(BATCHES + 3)
-    logged = [text for _, text in fake_triton.Logger.lines if "the profiler failed" in text]
-    assert len(logged) == 1
+    assert sum("the profiler failed" in line for line in logged("warn")) == 1

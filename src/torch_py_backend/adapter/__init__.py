@@ -111,7 +111,7 @@ class TritonPythonModel:
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
         gc.disable()  # collections would take a tenth of that time
-        from torch_py_backend.adapter import answering, calling, messages, metrics, streaming
+        from torch_py_backend.adapter import answering, calling, metrics, streaming, tracing
         from torch_py_backend.engine import load, profiling, runtime, warmup
 
         gc.enable()
@@ -137,26 +137,29 @@ class TritonPythonModel:
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = publisher = metrics.Publisher(engine, self._status)
         self._modes.callback(publisher.close)
-        contexts = messages.trace_contexts()
+        contexts = tracing.contexts()
         # Only now: Triton refuses calls of other models while a model loads.
         trace = contexts.handle if contexts else lambda: None
         composition.set_transport(calling.ModelCaller(settings.name, trace))
         # Only now: loading has no time limit.
         engine.failures.on_call = self._status.busy
         engine.failures.on_fatal = self._on_fatal
-        profiler = profiling.Profiler(settings) if settings.options.profile_dir else None
         if settings.decoupled:
-            self._streaming = streaming.Streaming(engine, self._status.idle, contexts, profiler)
+            self._streaming = streaming.Streaming(engine, self._status.idle, contexts)
             self._modes.callback(self._streaming.close)
             publisher.streams = self._streaming.streams
         else:
             answers = answering.Answering(engine, contexts)
             publisher.sequences = answers.sequences
             self._answer: Callable[[Sequence[Request]], Any] = answers.answer
-            if profiler is not None:
-                self._modes.enter_context(profiler.running())
-                # As a decorator: each call enters a new one.
-                self._answer = profiler.batch()(answers.answer)
+            if settings.options.profile_dir is not None:
+                batch = self._modes.enter_context(profiling.running(settings))
+
+                def profiled(requests: Sequence[Request]) -> Any:
+                    with batch():
+                        return answers.answer(requests)
+
+                self._answer = profiled
         publisher.start()
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.

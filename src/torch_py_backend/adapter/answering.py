@@ -8,8 +8,8 @@ from typing import Any
 
 from torch_py_backend.adapter import logs, messages
 from torch_py_backend.adapter.messages import Request, Response, Responses
+from torch_py_backend.adapter.tracing import TraceContexts
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.tracing import TraceContexts
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
@@ -42,7 +42,9 @@ class Answering:
         self._failures, self._counts, self._model = engine.failures, engine.counts, config.name
         self._last_seconds = 0.0  # of the last batch
         self._in_sequences = config.sequencing is not None
-        self._read, steps = messages.reader(engine, contexts)
+        self._read, steps = messages.reader(engine)
+        if contexts is not None:
+            self._read = contexts.added(self._read)
         self.sequences = steps if isinstance(steps, Sequences) else None
         # A writer counts all requests, also those that only fill a slot of a sequence.
         outputs = [spec.name for spec in config.outputs]

@@ -15,7 +15,6 @@ from torch.utils import dlpack
 
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.tracing import TraceContexts
 from torch_py_backend.errors import BackendError, named, printable
 from torch_py_backend.pipeline import batches, sequences
 from torch_py_backend.pipeline.sequences import Sequences, Slots
@@ -65,11 +64,8 @@ def read_with_parameters(requests: Sequence[Request]) -> list[Item]:
     ]
 
 
-def reader(engine: Engine, contexts: TraceContexts | None) -> tuple[Read, Sequences | Slots | None]:
-    """Return the function that reads a model's requests, and the stages of its sequences.
-
-    `contexts` carries traces to the model's code; None: requests have none.
-    """
+def reader(engine: Engine) -> tuple[Read, Sequences | Slots | None]:
+    """Return the function that reads a model's requests, and the stages of its sequences."""
     steps: Sequences | Slots | None = None
     read_items: Read = read
     if engine.config.sequencing is not None:
@@ -79,7 +75,7 @@ def reader(engine: Engine, contexts: TraceContexts | None) -> tuple[Read, Sequen
         read_items = read_with_parameters
     elif engine.host_inputs and all(spec.dtype.numpy for spec in engine.config.inputs):
         read_items = read_numbers
-    return read_items if contexts is None else traced(read_items, contexts), steps
+    return read_items, steps
 
 
 def read_kept(requests: Sequence[Request]) -> list[Item]:
@@ -134,34 +130,6 @@ def _sequence_reader(engine: Engine) -> tuple[Read, Sequences | Slots | None]:
         return RequestItem(item, step=step)
 
     return lambda requests: list(map(read_one, requests)), steps
-
-
-def trace_contexts() -> TraceContexts | None:
-    """Return what carries traces; None: the server (before 24.04) or the process has none."""
-    if not hasattr(getattr(pb_utils, "InferenceRequest", None), "trace"):
-        return None
-    try:
-        return TraceContexts()
-    except ImportError:
-        return None
-
-
-def traced(read_items: Read, contexts: TraceContexts, *, kept: bool = False) -> Read:
-    """Return a function that adds the contexts of traced requests to the items that it reads.
-
-    `kept`: items are used after execute() has returned; Triton owns its handle of a trace.
-    """
-
-    def read_traced(requests: Sequence[Request]) -> list[Item]:
-        items = read_items(requests)
-        for place, request in enumerate(requests):
-            trace = request.trace()
-            context = trace.get_context()
-            if context:
-                items[place] = contexts.carry(items[place], context, None if kept else trace)
-        return items
-
-    return read_traced
 
 
 def read_tensor(tensor: Any) -> Any:

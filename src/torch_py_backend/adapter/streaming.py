@@ -13,11 +13,10 @@ import triton_python_backend_utils as pb_utils
 from torch_py_backend import values
 from torch_py_backend.adapter import logs, messages
 from torch_py_backend.adapter.messages import Request
-from torch_py_backend.engine import runtime
+from torch_py_backend.adapter.tracing import TraceContexts
+from torch_py_backend.engine import profiling, runtime
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.profiling import Profiler
 from torch_py_backend.engine.streams import Response, Streams
-from torch_py_backend.engine.tracing import TraceContexts
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
@@ -49,7 +48,6 @@ class Streaming:
     Args:
         on_idle: called whenever none of the model's code runs any more.
         contexts: carries trace contexts to the model's code; None: requests have no traces.
-        profiler: profiles the first calls of the model's code; None: they are not profiled.
     """
 
     def __init__(
@@ -57,15 +55,14 @@ class Streaming:
         engine: Engine,
         on_idle: Callable[[], None],
         contexts: TraceContexts | None,
-        profiler: Profiler | None,
     ) -> None:
-        self._engine, self._profiler = engine, profiler
+        self._engine = engine
         self._read: messages.Read = messages.read_kept
         if contexts is not None:
-            self._read = messages.traced(self._read, contexts, kept=True)
+            self._read = contexts.added(self._read, kept=True)
         # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
-        self.streams = Streams(engine, on_idle, profiler)
+        self.streams = Streams(engine, on_idle)
         self._live: set[_Client] = set()
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -101,8 +98,8 @@ class Streaming:
         """Run streams until `close`."""
         torch.set_num_threads(threads)
         runtime.make_current(self._engine.device)
-        profiled = self._profiler.running() if self._profiler else contextlib.nullcontext()
-        with runtime.mode(self._engine.config.options), profiled:
+        config = self._engine.config
+        with runtime.mode(config.options), profiling.running(config) as self.streams.batch:
             while not self._closed:
                 # asyncio lets them through, from a task that the model has started.
                 with contextlib.suppress(KeyboardInterrupt, SystemExit):

@@ -39,7 +39,7 @@ from torch_py_backend.pipeline.run import (
 )
 from torch_py_backend.pipeline.sequences import Sequences, Slots
 from torch_py_backend.signature.binding import InputBinding
-from torch_py_backend.values import Columns, RequestItem, Value
+from torch_py_backend.values import Columns, Value
 
 
 class Engine:
@@ -226,8 +226,6 @@ def _no_grad() -> bool:
 
 def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Results:  # noqa: FBT001
     """Run a group in the trace context of the first of its requests that has one."""
-    if RequestItem not in map(type, group.items):
-        return run_group(group, copies)
     with values.trace_context(group.items):
         return run_group(group, copies)
 

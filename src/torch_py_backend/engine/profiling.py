@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 from torch.profiler import profile, record_function, schedule, tensorboard_trace_handler
 
@@ -15,45 +17,46 @@ log = logging.getLogger(__name__)
 
 # The batches of a trace, after one that warms the profiler up.
 BATCHES = 10
+# Returns the context of a batch, whose end may write the trace.
+Batch: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 
 
-class Profiler:
-    """Writes a trace of the first batches to PROFILE_DIR.
+@contextlib.contextmanager
+def running(config: ModelConfig) -> Iterator[Batch]:
+    """Profile the first batches within the context, in the thread that runs the model.
 
-    To be started and stopped in the thread that runs the model. An error of the profiler is logged,
-    ends the profile, and does not fail a request.
+    An error of the profiler is logged, and does not fail a request.
     """
-
-    def __init__(self, config: ModelConfig) -> None:
-        folder = config.options.profile_dir or ""
-        name = f"{config.instance}-{config.version}"  # instances of two versions have one name
-        self._profile: profile | None = profile(
-            schedule=schedule(wait=0, warmup=1, active=BATCHES, repeat=1),
-            on_trace_ready=tensorboard_trace_handler(folder, name, use_gzip=True),
-        )
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Profile the first batches within the context."""
-        self._call(profile.start)
-        try:
-            yield
-        finally:
-            self._call(profile.stop)
+    if config.options.profile_dir is None:
+        yield contextlib.nullcontext
+        return
+    name = f"{config.instance}-{config.version}"  # instances of two versions have one name
+    profiler = profile(
+        schedule=schedule(wait=0, warmup=1, active=BATCHES, repeat=1),
+        on_trace_ready=tensorboard_trace_handler(config.options.profile_dir, name, use_gzip=True),
+    )
 
     @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
-        """Enter a batch; its end may write the trace."""
+    def batch() -> Iterator[None]:
         try:
             with record_function("batch"):
                 yield
         finally:
-            self._call(profile.step)
+            with _logged():
+                profiler.step()
 
-    def _call(self, change: Callable[[profile], None]) -> None:
-        try:
-            if self._profile is not None:
-                change(self._profile)
-        except Exception as error:  # such as a full disk, or a profiler of the model's own code
-            self._profile = None
-            log.warning("the profiler failed: %s.", summarize(error))
+    with _logged():
+        profiler.start()
+    try:
+        yield batch
+    finally:
+        with _logged():
+            profiler.stop()
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # such as a full disk, or a profiler of the model's own code
+        log.warning("the profiler failed: %s.", summarize(error))

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch_py_backend import composition, values
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.profiling import Profiler
+from torch_py_backend.engine.profiling import Batch
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
 from torch_py_backend.pipeline import failures
 from torch_py_backend.values import Item, Outcome, Value
@@ -53,22 +53,22 @@ class Streams:
     Attributes:
         live: number of streams that have begun and not ended.
         stepped: number of streams in all calls of step(); None: the module has none.
+        batch: returns a context of each call of the model's code; by default an empty one.
 
     Args:
         on_idle: called after each call of the model's code.
-        profiler: profiles the first calls; None: they are not profiled.
     """
 
     def __init__(
         self,
         engine: Engine,
         on_idle: Callable[[], None] = lambda: None,
-        profiler: Profiler | None = None,
     ) -> None:
         self.live = 0
         self.stepped = None if engine.loaded.step is None else 0
         self._engine = engine
-        self._on_idle, self._profiler = on_idle, profiler
+        self._on_idle = on_idle
+        self.batch: Batch = contextlib.nullcontext
         self._waiting: list[_Waiting] = []
         self._call_step: Any = engine.loaded.step
         self._stages = engine.stages
@@ -123,12 +123,11 @@ class Streams:
             OutputError: the model leaves a context open, which would affect all streams.
         """
         counts = self._engine.counts
-        profiled = self._profiler.batch() if self._profiler else contextlib.nullcontext()
         began, fetched = time.perf_counter(), counts.device_to_host_seconds
         before = runtime.thread_state(self._engine.device)
         self._engine.failures.on_call()
         try:
-            with profiled:
+            with self.batch():
                 yield
         finally:
             self._on_idle()

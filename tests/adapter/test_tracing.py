@@ -13,7 +13,7 @@ import traced
 from fake_triton import InferenceTrace, Turn
 
 from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.engine.tracing import TraceContexts
+from torch_py_backend.adapter.tracing import TraceContexts
 
 # The traces of two requests: the IDs of the trace and of Triton's span in it.
 _FIRST, _SECOND = ("11" * 16, "22" * 8), ("33" * 16, "44" * 8)
