@@ -37,10 +37,7 @@ def instance(
     limit: int = 0,
     mark: bool = True,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a process that publishes a status with the code `what`, and then runs the code `then`.
-
-    More words are on its command line.
-    """
+    """Run a process that publishes a status with the code `what`, and then runs `then`."""
     variables = {instance_status.VARIABLE: str(folder)} if mark else {}
     with starting(folder) as start:
         code = _PUBLISH.format(what=what, then=then)

@@ -43,27 +43,16 @@ class LocalServer:
     The block begins when every model is READY. The server ends with the block, and with this
     process if it is killed. Models that die meanwhile are reloaded.
 
-    Args:
+    Args: as the options of `torch-py-backend serve`, where a port 0 takes a free one, and
         repository: the model repository: a folder, or the URL of one in an object store.
-        http_port: the port for HTTP; 0 takes a free one, here and below.
-        grpc_port: the port for gRPC.
-        metrics_port: the port for the metrics.
-        reload: whether models are reloaded when their files change.
-        allow_empty: whether the repository may be without models.
-        cache: the folder for what is fetched from a URL; None: ~/.cache/torch-py-backend.
-        tritonserver: the tritonserver to use; None: search for one.
         arguments: more arguments for tritonserver itself.
         timeout: seconds until every model is READY.
 
     Attributes:
-        repository: the absolute path or the URL of the model repository.
-        http_address: host and port of the HTTP endpoint; empty: the server does not run.
-        grpc_address: host and port of the gRPC endpoint.
-        metrics_address: host and port of the Prometheus metrics.
+        http_address, grpc_address, metrics_address: host and port; empty: the server does not run.
 
     Raises:
-        ToolError: on entering the block: there is no server, or a model does not load; with the
-            server's own sentence.
+        ToolError: there is no server, or a model does not load; with the server's own sentence.
         OSError: a port is in use.
     """
 
@@ -112,11 +101,7 @@ class LocalServer:
         self.stop()
 
     def start(self) -> None:
-        """Start the server, and wait until every model is READY.
-
-        Raises:
-            ToolError: the server or a model does not start.
-        """
+        """Start the server, and wait until every model is READY."""
         if self._thread is not None:
             raise ToolError("the server runs already; stop it first.")
         path = remote_repository.local(self.repository, self._cache, _report)
@@ -193,11 +178,11 @@ class LocalServer:
         """Send one request, and return the outputs by name.
 
         Args:
-            model: the model's name.
+            model: its name.
             inputs: a dict of values by input name, or the value of the only input: a torch tensor,
                 an array, numbers, or a list of str or bytes, with the batch dimension if the model
                 has one. Numbers are converted to the type of the input.
-            version: the version; by default the latest.
+            version: by default the latest.
 
         Returns:
             Arrays; strings are arrays of bytes.
@@ -215,13 +200,9 @@ class LocalServer:
     ) -> Iterator[Outputs]:
         """Send one request to a decoupled model, and yield the outputs of each response.
 
-        The request is cancelled when the iterator is closed.
-
-        Args:
-            model: the model's name.
-            inputs: as for `infer`, which also raises the same errors.
-            version: the version; by default the latest.
-            timeout: seconds until the last response; a stream whose process dies does not end.
+        The arguments and errors are those of `infer`, and `timeout` the seconds until the last
+        response; a stream whose process dies does not end. The request is cancelled when the
+        iterator is closed.
         """
         sent = self._inputs(model, inputs, version)
         answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
@@ -250,7 +231,6 @@ class LocalServer:
             client.close()
 
     def _inputs(self, model: str, inputs: Any, version: str) -> list[Any]:
-        """Return inputs of tritonclient."""
         metadata = self.client.get_model_metadata(model, version)
         tensors = {tensor.name: tensor for tensor in metadata.inputs}
         with about(model):

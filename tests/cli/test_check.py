@@ -109,7 +109,6 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_repository(here: None, tmp_path: Path) -> None:
-    """A broken model does not keep others from being tried; standard output is JSON alone."""
     repository = _lay_out(tmp_path / "repository", *_MODELS.keys() - {"good", "raises"})
     (repository / "notes.txt").write_text("no model")
     (repository / "broken link").symlink_to("/no/such/model")
@@ -149,7 +148,7 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", refused_configs.TABLE)
 def test_config_that_triton_refuses(name: str, here: None, tmp_path: Path) -> None:
-    """What the server would refuse before the model loads is an error; tests/live compares."""
+    """tests/live compares."""
     text, says = refused_configs.TABLE[name]
     refused_configs.write(tmp_path, name, text)
     (model,) = json.loads(run("check", "--json", str(tmp_path / name)).stdout)["models"]
@@ -167,10 +166,6 @@ def test_traceback_is_printed_below_the_error(here: None, tmp_path: Path) -> Non
 def test_printed_lines(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each model has its lines, in which brackets are text.
-
-    The last line counts the models and the machine's problems.
-    """
     monkeypatch.setattr(check, "machine_problems", lambda: ["It is too small."])
     _lay_out(tmp_path, "broken_config", "gaps [red] ü", "other")
     with pytest.raises(typer.Exit) as end:
@@ -188,10 +183,7 @@ def test_printed_lines(
 
 
 def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
-    """A model folder may be checked itself, in the version that is served; it does not change.
-
-    It is noted that an environment is not used here.
-    """
+    """In the version that is served; it does not change. Its environment is not used."""
     _lay_out(tmp_path, "good")
     (tmp_path / "good" / "2").mkdir()
     with (tmp_path / "good" / "config.pbtxt").open("a") as config:
@@ -207,7 +199,6 @@ def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
-    """A folder without models is a problem and exit code 1, in words and in JSON."""
     done = run("check", str(tmp_path))
     assert (done.returncode, f"PROBLEM {tmp_path} holds no models" in done.stdout) == (1, True)
     done = run("check", "--json", str(tmp_path))
@@ -216,7 +207,6 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 
 
 def test_machine_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each problem is one sentence with its cure."""
     size = SimpleNamespace(total=256 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: size)
     assert list(check.machine_problems()) == []
@@ -240,7 +230,6 @@ def test_machine_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_backend(text: str, other: str | None, tmp_path: Path) -> None:
-    """A model is served by the backend that its config names; a wrong or missing one is refused."""
     (tmp_path / "config.pbtxt").write_text(text)
     document = pbtxt.read(tmp_path)
     if other is not None:

@@ -13,7 +13,6 @@ from torch_py_backend import __version__
 
 
 def test_module_is_the_command() -> None:
-    """`python -m torch_py_backend` is `torch-py-backend`; its version is the package's."""
     command = [sys.executable, "-m", "torch_py_backend", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"torch-py-backend {__version__}\n"
@@ -21,7 +20,6 @@ def test_module_is_the_command() -> None:
 
 @pytest.mark.parametrize("package", ["typer", "tritonclient"])
 def test_without_the_packages_of_the_command_line(package: str) -> None:
-    """The wheel alone serves models; its command names the extra to install."""
     code = (
         f"import sys; sys.modules[{package!r}] = None;"
         " from torch_py_backend.__main__ import main; main()"
@@ -36,7 +34,6 @@ def test_without_the_packages_of_the_command_line(package: str) -> None:
 
 
 def test_install(tmp_path: Path) -> None:
-    """A folder that does not exist is refused. Uninstall removes our folder only."""
     folder = tmp_path / "backends"
     option = f"--backend-dir={folder}"
     refuse("expected the backend directory of a tritonserver", "install", option)
@@ -64,7 +61,6 @@ def test_install(tmp_path: Path) -> None:
 def test_install_checks_python(
     script: str | None, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The packages that Triton's stub will not find are named."""
     monkeypatch.setenv("PATH", str(tmp_path))
     python = tmp_path / "python3"
     if script is not None:
@@ -106,7 +102,6 @@ def test_install_checks_python(
     ],
 )
 def test_an_error_is_one_line_and_exit_code_1(command: str, text: str, tmp_path: Path) -> None:
-    """It is printed before a server starts."""
     (tmp_path / "models" / "net" / "1").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     refuse(text, *command.split(), cwd=tmp_path)

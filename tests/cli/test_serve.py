@@ -36,7 +36,6 @@ def test_an_event_is_one_line() -> None:
 def test_endpoints_open_to_the_network_are_noted(
     address: str, restricted: str, exposed: str
 ) -> None:
-    """The note names the sensitive endpoints that require no key."""
     note = serve.exposure_note(address, restricted.split(","))
     assert bool(note) == bool(exposed)
     assert exposed in note
@@ -47,10 +46,9 @@ def test_endpoints_open_to_the_network_are_noted(
     [("/dev/full", {}), ("/dev/null", {"PYTHONIOENCODING": "ascii"})],
     ids=["full disk", "ASCII"],
 )
-def test_output_that_cannot_be_written(
+def test_output_that_cannot_be_written_does_not_end_the_server(
     output: str, variables: dict[str, str], tmp_path: Path
 ) -> None:
-    """The server is started and its end reported, also if what `serve` prints gets lost."""
     python = tmp_path / "triton/backends/python"
     python.mkdir(parents=True)
     for name in ("libtriton_python.so", "triton_python_backend_stub"):

@@ -25,7 +25,7 @@ _SETTING = 'parameters {{ key: "{}" value {{ string_value: "{}" }} }}\n'
 
 
 def _model(folder: Path, text: str = _CONFIG) -> Path:
-    """TorchScript: the kind with the fewest runtimes, and without a compilation."""
+    """TorchScript has the fewest candidates, and none is compiled."""
     (folder / "negate" / "1").mkdir(parents=True)
     torch.jit.save(torch.jit.script(models.Negate()), folder / "negate" / "1" / "model.pt")
     (folder / "negate" / "config.pbtxt").write_text(text)
@@ -69,7 +69,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> _Measured:
 
 @pytest.mark.usefixtures("process")
 def test_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real figures of each candidate; the config is not written without --write."""
+    """With real figures; the config is not written without --write."""
     monkeypatch.setattr(child_process, "run", command_line.here)
     monkeypatch.setattr(tuning, "_SECONDS", 0.01)
     model = _model(tmp_path)
@@ -87,10 +87,7 @@ def test_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("is_set", [False, True])
 def test_choice(write: bool, is_set: bool, tmp_path: Path) -> None:
-    """The fastest runtime's lines are printed; --write appends them, unless a key is set already.
-
-    It changes nothing else.
-    """
+    """--write appends the lines, unless a key is set already, and changes nothing else."""
     text = _CONFIG + _SETTING.format("OPTIMIZE", "none") * is_set
     model = _model(tmp_path, text)
     done = command_line.run("tune", str(model), *["--write"] * write)
@@ -123,14 +120,12 @@ def test_verdict(
     simulated: _Measured,
     tmp_path: Path,
 ) -> None:
-    """A candidate without a gain, or with other outputs, is not chosen."""
     simulated.speeds["freeze"], simulated.errors["freeze"] = speed, error
     done = command_line.run("tune", str(_model(tmp_path)), *options)
     assert says in done.stdout
 
 
 def test_runtimes_that_suit(simulated: _Measured, tmp_path: Path) -> None:
-    """A module is compiled in several ways; 16-bit types and CUDA graphs are tried where asked."""
     simulated.kind = "MODULE"
     model = _model(tmp_path)
     plain = command_line.run("tune", str(model)).stdout
@@ -143,7 +138,6 @@ def test_runtimes_that_suit(simulated: _Measured, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("simulated")
-def test_refused(tmp_path: Path) -> None:
-    """One sentence, before anything is measured."""
+def test_a_decoupled_model_is_refused(tmp_path: Path) -> None:
     model = _model(tmp_path, f"{_CONFIG}model_transaction_policy {{ decoupled: true }}")
     command_line.refuse("the model is decoupled", "tune", str(model))

@@ -20,7 +20,6 @@ _FILES = {"a/config.pbtxt": b"x", "a/1/model.pt": b"weights"}
 
 @pytest.fixture
 def store() -> Iterator[Any]:
-    """A store in this process's memory, with a model repository."""
     files = fsspec.filesystem("memory")
     files.store.clear()
     for name, content in _FILES.items():
@@ -30,12 +29,10 @@ def store() -> Iterator[Any]:
 
 
 def _served(folder: Path) -> dict[str, bytes]:
-    """Return the fetched files, as Triton sees them."""
     return {name: data for name, data in files_in(folder).items() if name != ".fetched.json"}
 
 
 def test_changes(store: Any, tmp_path: Path) -> None:
-    """Changed and new files are fetched, removed ones go, and the others stay as they are."""
     lines: list[str] = []
     folder = remote_repository.local(_URL, tmp_path / "cache", lines.append)
     assert _served(folder) == _FILES
@@ -89,7 +86,6 @@ def _forged(store: Any, _: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", [_gone, _denied, _breaks, _hostile, _forged])
 def test_faults(fault: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that fails does not change what was fetched last; without that it is an error."""
     lines: list[str] = []
     folder = remote_repository.local(_URL, tmp_path / "cache", lines.append)
     fault(store, monkeypatch)
@@ -105,15 +101,13 @@ def test_faults(fault: Any, store: Any, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_missing_library(tmp_path: Path) -> None:
-    """The message names the extra to install."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.sys.modules, "fsspec", None)  # type: ignore[attr-defined]
         with pytest.raises(ToolError, match=r"pip install 'torch-py-backend\[stores\]'"):
             remote_repository.local(_URL, tmp_path / "cache", print)
 
 
-def test_refused_caches(tmp_path: Path) -> None:
-    """A cache that others can write to is not used; nor is a key in a URL."""
+def test_refused_caches_and_urls(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ToolError, match="others may write to it"):

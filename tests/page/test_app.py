@@ -23,11 +23,7 @@ _WARNINGS = {"a": [_UNKNOWN, "/srv/m/w.pt is unused"]}
 
 
 class Probed:
-    """A running page and its address.
-
-    Attributes:
-        snapshot: what the supervisor reports.
-    """
+    """A running page, its address, and what the supervisor reports."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.snapshot = Snapshot(_MODELS, "", time.monotonic() + 1000, _WARNINGS)
@@ -70,7 +66,6 @@ def probed() -> Iterator[Probed]:
     ],
 )
 def test_paths(path: str, status: int, body: object, probed: Probed) -> None:
-    """Each path has a status and JSON without folders; models are named as in a URL."""
     assert probed.get(path) == (status, body)
 
 
@@ -83,15 +78,13 @@ def test_paths(path: str, status: int, body: object, probed: Probed) -> None:
     ],
 )
 def test_problems_of_the_whole_server(snapshot: Snapshot, reason: str, probed: Probed) -> None:
-    """It is the reason why the server is not live, and no model is ready."""
     probed.snapshot = snapshot
     for path in ("/live", "/ready", "/ready/a", "/ready/x"):
         status, body = probed.get(path)
         assert (status, body["reason"]) == (503, reason)
 
 
-def test_readiness_at_the_end(probed: Probed) -> None:
-    """While the server stops, nothing is ready, but it is live."""
+def test_a_server_that_stops_is_live_and_not_ready(probed: Probed) -> None:
     probed.snapshot = Snapshot({"a": ""}, "", time.monotonic() + 1000)
     assert probed.get("/ready") == (200, {"ready": True})
     probed.page.stopping = True
@@ -101,8 +94,7 @@ def test_readiness_at_the_end(probed: Probed) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_the_end(address: str) -> None:
-    """The port is free again, also if a client is connected."""
+def test_the_port_is_free_again_although_a_client_is_connected(address: str) -> None:
     probed = Probed(address)
     with probed.page, probed.connect():
         assert probed.get("/live", "HEAD") == (200, None)
@@ -123,7 +115,6 @@ def test_the_end(address: str) -> None:
 def test_malformed_requests_are_harmless(
     data: bytes, probed: Probed, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The next probe is answered, and nothing is printed."""
     with probed.connect() as connection:
         connection.sendall(data)
         assert probed.get() == (200, {"live": True})
@@ -135,8 +126,7 @@ def _assert_closed(connection: socket.socket) -> None:
         assert connection.recv(1) == b""
 
 
-def test_many_clients(probed: Probed) -> None:
-    """Of 1,000 connections that send nothing the oldest are closed, and probes are answered."""
+def test_of_1000_silent_connections_the_oldest_are_closed(probed: Probed) -> None:
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(probed.connect()) for _ in range(1000)]
         assert probed.get() == (200, {"live": True})
@@ -144,8 +134,7 @@ def test_many_clients(probed: Probed) -> None:
             _assert_closed(connection)
 
 
-def test_slow_clients(monkeypatch: pytest.MonkeyPatch, probed: Probed) -> None:
-    """A request that does not end has its time."""
+def test_a_request_that_does_not_end(monkeypatch: pytest.MonkeyPatch, probed: Probed) -> None:
     monkeypatch.setattr(app, "_CONNECTION_S", 0.2)
     with probed.connect() as connection:
         connection.sendall(b"GET /re")

@@ -87,7 +87,6 @@ def _run(code: str, seconds: float = 60, *, quiet: bool = False) -> Any:
     ],
 )
 def test_result(value: Any) -> None:
-    """JSON arguments go in, and what the function returns comes back."""
     assert child_process.run("tasks:echo", {"value": value}, 60) == value
 
 
@@ -108,10 +107,7 @@ def test_result(value: Any) -> None:
 def test_functions_that_misbehave(
     code: str, result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closed streams, threads and forks do not change the result; only the child has one.
-
-    A file in the current folder with the name of another module is not imported.
-    """
+    """Nor is a file in the current folder imported that has the name of a module."""
     for name in ("json", "contextlib", "torch_py_backend", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
     monkeypatch.chdir(tmp_path)
@@ -119,10 +115,9 @@ def test_functions_that_misbehave(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_prints(
+def test_prints_go_to_standard_error_in_utf_8_or_nowhere(
     encoding: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What the function and its children print goes to standard error, in UTF-8, or nowhere."""
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     _run(_PRINTS, quiet=True)
     assert capfd.readouterr() == ("", "")
@@ -149,7 +144,6 @@ def test_prints(
     ],
 )
 def test_errors(code: str, says: str, scratch: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Any end is a LoadError of one line; the traceback is printed, and no file is left."""
     with pytest.raises(LoadError) as refusal:
         _run(code)
     error = str(refusal.value)
@@ -166,7 +160,7 @@ def test_errors(code: str, says: str, scratch: Path, capfd: pytest.CaptureFixtur
 
 
 def test_processes_end(tmp_path: Path) -> None:
-    """After an answer or the time limit, the processes of a function that ignores signals end."""
+    """After an answer, and after the time limit, although they ignore signals."""
     note = tmp_path / "pids"
     _run(_STARTS.format(str(note)))
     pids = note.read_text().split()
@@ -182,7 +176,6 @@ def test_processes_end(tmp_path: Path) -> None:
 
 
 def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
-    """The kernel kills a child when its parent is killed."""
     note = tmp_path / "pid"
     arguments = {"code": _HANGS.format(str(note))}
     code = (

@@ -49,7 +49,7 @@ def _reader(folder: Path) -> Reader:
 
 
 def test_without_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written without a status folder, but calls are timed; 0 between them."""
+    """Calls are timed all the same."""
     monkeypatch.setenv(instance_status.VARIABLE, "/no/such/folder")
     monkeypatch.chdir(tmp_path)
     status = instance_status.start(_config())
@@ -69,14 +69,13 @@ def test_without_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("parameters", "limit"), [({}, None), ({"EXECUTION_TIMEOUT_MS": "250"}, 250)]
 )
 def test_identity(parameters: dict[str, str], limit: int | None, folder: Path) -> None:
-    """The private files name the process, the instance and its limit."""
     instance_status.start(_config(**parameters))
     assert _reader(folder).identity == (os.getpid(), "grüße", "grüße_0_1", limit, False)
     assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o600] * 2
 
 
 def test_states_follow_the_calls(folder: Path) -> None:
-    """Each state is published at once, with its start; a normal end removes the file."""
+    """A normal end removes the file."""
     before = time.monotonic()
     status = instance_status.start(_config())
     reader = _reader(folder)
@@ -96,7 +95,6 @@ def test_states_follow_the_calls(folder: Path) -> None:
 
 
 def test_poisoned_stays_poisoned(folder: Path) -> None:
-    """No later report changes the state, and the end of the instance is no normal end."""
     status = instance_status.start(_config())
     reader = _reader(folder)
     status.poisoned("an illegal address: größer")
@@ -112,7 +110,6 @@ def test_poisoned_stays_poisoned(folder: Path) -> None:
 def test_files_that_cannot_be_read(
     damage: Callable[[Path], object], suffix: str, folder: Path
 ) -> None:
-    """An instance that has ended, or whose files are damaged, is an error."""
     instance_status.start(_config())
     (path,) = instance_status.files(folder)
     damage(path.with_suffix(suffix))
@@ -120,8 +117,7 @@ def test_files_that_cannot_be_read(
         Reader(path)
 
 
-def test_a_report_that_is_damaged_later(folder: Path) -> None:
-    """It says nothing: the supervisor goes on."""
+def test_a_report_that_is_damaged_later_says_nothing(folder: Path) -> None:
     instance_status.start(_config())
     (path,) = instance_status.files(folder)
     reader = Reader(path)

@@ -43,7 +43,6 @@ subprocess.run([sys.executable, "-c", *sys.argv[1:]])
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """This process's temporary folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -59,7 +58,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_risk(tmp_path: Path, owner: int, mode: int, says: str) -> None:
-    """A file without risk can be written by this user or root only."""
     values = list(tmp_path.stat())
     values[stat.ST_UID], values[stat.ST_MODE] = owner, stat.S_IFREG | mode
     risk = private_files.risk(os.stat_result(values))
@@ -68,7 +66,6 @@ def test_risk(tmp_path: Path, owner: int, mode: int, says: str) -> None:
 
 
 def test_created_folder_is_private(tmp_path: Path) -> None:
-    """Its mode does not depend on the umask; an existing folder is not changed."""
     before = os.umask(0)
     try:
         assert private_files.create(tmp_path / "a" / "cache") == ""
@@ -101,7 +98,6 @@ def _link(base: Path) -> None:
 def test_folder_of_another_user_is_not_used(
     occupy: Callable[[Path], None], says: str, temporary: Path
 ) -> None:
-    """All processes of a user use the same folder, unless others can write to it."""
     shared = private_files.shared_folder()
     assert shared == temporary / f"torch-py-backend-{_ME}"
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
@@ -112,7 +108,6 @@ def test_folder_of_another_user_is_not_used(
 
 
 def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the variable to set."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     with pytest.raises(PlatformError, match=r"No usable temporary directory.* TMPDIR"):
@@ -132,10 +127,7 @@ def _until_waiting(pid: int) -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_instances_of_a_model_load_one_after_another(killed: bool, tmp_path: Path) -> None:
-    """One that is killed, or that has forked, keeps no other waiting.
-
-    Other models, and other servers, do not wait.
-    """
+    """One that is killed or has forked keeps none waiting; other models and servers do not wait."""
     marker = tmp_path / "first is done"
     with starting(tmp_path) as start:
         first = start(_LOADER, "digits", marker)
@@ -170,7 +162,6 @@ def test_a_lock_follows_no_link(tmp_path: Path) -> None:
 def test_without_a_lock_an_instance_loads_at_once(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a full disk, or without a temporary folder."""
     monkeypatch.setattr(private_files, "shared_folder", Mock(side_effect=error))
     with private_files.turn("digits"):
         assert "load at the same time" in caplog.text

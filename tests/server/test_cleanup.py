@@ -30,7 +30,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _lock_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS locks only files that are open for writing, and some file systems lock nothing."""
+    """As NFS, which locks only files that are open for writing."""
     lock = fcntl.flock
 
     def flock(descriptor: int, operation: int) -> None:
@@ -43,7 +43,6 @@ def _lock_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_an_owner_cleans_up(locks: bool, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes, regions and the private folder are removed; `close` may be called twice."""
     if not locks:
         _lock_no_folders(monkeypatch)
     owner = ServerFolder()
@@ -68,10 +67,9 @@ def test_an_owner_cleans_up(locks: bool, shared: Path, monkeypatch: pytest.Monke
     assert not owner.path.exists()
 
 
-def test_shared_memory_that_cannot_be_written(
+def test_shared_memory_that_cannot_be_written_leaves_no_folder(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is an error, and no folder is left."""
     monkeypatch.setattr(cleanup, "SHARED_MEMORY", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     with pytest.raises(FileNotFoundError):
@@ -79,8 +77,7 @@ def test_shared_memory_that_cannot_be_written(
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_sweep_cleans_up(shared: Path) -> None:
-    """If the owner was killed, the next server cleans up; live servers are kept."""
+def test_a_sweep_cleans_up_after_owners_that_were_killed(shared: Path) -> None:
     dead, gone, alive = ServerFolder(), ServerFolder(), ServerFolder()
     for owner in (dead, gone, alive):
         (shared / f"{owner.prefix}region").write_bytes(b"?")
@@ -130,7 +127,6 @@ def _is_another_users(path: Path) -> None:
     ],
 )
 def test_a_forged_file_removes_nothing(forge: Callable[[Path], object], shared: Path) -> None:
-    """Other users, who can write to /dev/shm, cannot make us remove files."""
     owner = shared / "torch_py_backend_0_owner"
     _precious(owner).mkdir()
     (_precious(owner) / "file").write_text("precious")

@@ -19,8 +19,15 @@ from torch_py_backend.server.client import ModelState, TritonClient
 # --- loads and unloads -----------------------------------------------------------------------
 
 
+_REFUSALS = {
+    "broken": (grpc.StatusCode.INVALID_ARGUMENT, "load failed"),
+    "unread": (grpc.StatusCode.INTERNAL, "failed to poll from model repository"),
+    "endless": (grpc.StatusCode.DEADLINE_EXCEEDED, ""),
+}
+
+
 class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Records requests, and refuses the model `broken`."""
+    """Records requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, dict[str, str]]] = []
@@ -36,18 +43,13 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         for name, value in getattr(request, "parameters", {}).items():
             keys[name] = value.string_param
         self.requests.append((method, request.model_name, keys))
-        if request.model_name == "broken":
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "load failed")
-        if request.model_name == "unread":
-            context.abort(grpc.StatusCode.INTERNAL, "failed to poll from model repository")
-        if request.model_name == "endless":
-            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+        if request.model_name in _REFUSALS:
+            context.abort(*_REFUSALS[request.model_name])
         return answer
 
 
 @pytest.fixture
 def service() -> Iterator[tuple[_Service, str]]:
-    """A server of Triton's protocol, and its address."""
     service, server = _Service(), grpc.server(ThreadPoolExecutor(2))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -57,7 +59,6 @@ def service() -> Iterator[tuple[_Service, str]]:
 
 
 def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> None:
-    """Requests have the key and the config; Triton's reason is the error's text."""
     keys = {"triton-grpc-protocol-admin-key": "v"}
     explain = {"unread": "its config is wrong"}
     client = TritonClient("", service[1], key="v", poll_failure=lambda name: explain.get(name, ""))
@@ -118,7 +119,6 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes, int]
 
 
 def test_names_that_are_not_utf_8(answering: Callable[[bytes, int], TritonClient]) -> None:
-    """A folder does not hide other models; a config can be read, and the model be loaded again."""
     body = b'[{"name": "gr\xfc\xdfe"}, {"name": "net"}]'
     states = answering(body, len(body)).models()
     assert [state.name for state in states] == ["gr\ufffd\ufffde", "net"]
@@ -126,10 +126,9 @@ def test_names_that_are_not_utf_8(answering: Callable[[bytes, int], TritonClient
     assert answering(body, len(body)).config("m") == {"name": "na\ufffdve"}
 
 
-def test_a_server_that_dies_during_an_answer(
+def test_a_server_that_dies_during_an_answer_does_not_answer(
     answering: Callable[[bytes, int], TritonClient],
 ) -> None:
-    """It is a server that does not answer."""
     with pytest.raises(ConnectionError, match="IncompleteRead"):
         answering(b"[", 100).models()
 
@@ -144,14 +143,8 @@ _WITHDRAWN = _version("1", "UNAVAILABLE", "unloaded")
 @pytest.mark.parametrize(
     ("versions", "state"),
     [
-        (
-            [_WITHDRAWN, _version("2", "READY")],
-            ModelState("m", ready=True, versions="2"),
-        ),
-        (
-            [_WITHDRAWN, _version("2", "UNLOADING")],
-            ModelState("m", unloaded=True, versions="1,2"),
-        ),
+        ([_WITHDRAWN, _version("2", "READY")], ModelState("m", ready=True, versions="2")),
+        ([_WITHDRAWN, _version("2", "UNLOADING")], ModelState("m", unloaded=True, versions="1,2")),
         (
             [_WITHDRAWN, _version("2", "UNAVAILABLE", "Internal: because.")],
             ModelState("m", unloaded=True, reason="because", versions="1,2"),
@@ -165,7 +158,6 @@ _WITHDRAWN = _version("1", "UNAVAILABLE", "unloaded")
     ids=["one serves", "unloaded", "unloaded after a failure", "failed", "never loaded"],
 )
 def test_states_of_several_versions(versions: list[dict[str, str]], state: ModelState) -> None:
-    """A model serves if one version does, and is unloaded if one was and none serves."""
     assert triton.states(versions) == [state]
 
 
@@ -190,5 +182,4 @@ _NESTED = (
     ids=["nested", "no version", "argument", "another model", "none"],
 )
 def test_causes_of_failed_loads(reason: str, cause: str) -> None:
-    """Beside the model's name, a line has the cause alone."""
     assert triton.cause("m", reason) == cause

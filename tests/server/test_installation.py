@@ -19,7 +19,7 @@ PACKAGE = Path(torch_py_backend.__file__).parent
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content, less what Python compiled."""
+    """Return the files below a folder, less what Python compiled."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -43,12 +43,8 @@ def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return backends
 
 
-def test_backend_is_the_shim_and_the_package(tmp_path: Path) -> None:
-    """A backend folder holds the shim of the repository and the whole package with its bytecode.
-
-    All users can enter every folder and read every file, with any umask. Instances may not be able
-    to write bytecode.
-    """
+def test_all_users_can_read_the_shim_and_the_package_with_its_bytecode(tmp_path: Path) -> None:
+    """Instances may not be able to write bytecode."""
     before = os.umask(0o077)
     try:
         target = installation.install(tmp_path, NAME)
@@ -70,7 +66,7 @@ def test_backend_is_the_shim_and_the_package(tmp_path: Path) -> None:
 
 
 def test_installed_shim_imports_the_package_beside_it(tmp_path: Path) -> None:
-    """It prefers the package beside it to one in site-packages, and does not import torch."""
+    """Not one in site-packages, and not torch."""
     target = installation.install(tmp_path, NAME)
     (tmp_path / "triton_python_backend_utils.py").write_text("")
     program = f"""
@@ -89,7 +85,6 @@ print("torch" in sys.modules)
 
 
 def test_older_installation_is_replaced(backends: Path) -> None:
-    """Changed files are renewed, stale ones are removed; an empty folder is filled, too."""
     target = installation.install(backends, NAME)
     new = files(target)
     (target / "model.py").write_text("old")
@@ -114,7 +109,7 @@ def test_older_installation_is_replaced(backends: Path) -> None:
 def test_files_of_another_backend_are_refused(
     installed: bool, content: str, backends: Path
 ) -> None:
-    """Files of other backends are kept; Triton prefers a library to any model.py."""
+    """Triton prefers a library to any model.py."""
     if installed:
         installation.install(backends, NAME)
     (backends / content).parent.mkdir(exist_ok=True)
@@ -128,7 +123,6 @@ def test_files_of_another_backend_are_refused(
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a\n"])
 def test_name_that_is_a_path_is_refused(name: str, backends: Path) -> None:
-    """Nothing is removed outside the backend directory."""
     with pytest.raises(ToolError, match="expected letters, digits"):
         installation.uninstall(backends, name)
     assert names(backends) == []
@@ -137,7 +131,6 @@ def test_name_that_is_a_path_is_refused(name: str, backends: Path) -> None:
 def test_failed_installation_keeps_the_old_one(
     backends: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error has the reason, and no part of the new installation is left."""
     target = installation.install(backends, NAME)
     (target / "model.py").write_text("old")
     before = files(target)
@@ -165,7 +158,6 @@ def _tree(folder: Path, *, stub: bool = True) -> Path:
 
 
 def test_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--tritonserver comes first, then PATH, then /opt/tritonserver, then the wheel."""
     named, on_path, container = (_tree(tmp_path / name) for name in ("named", "path", "ngc"))
     wheel = installation.TritonInstallation()
     assert "pytriton" in wheel.executable.parts
@@ -194,7 +186,7 @@ def test_a_server_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_environment_leads_to_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's stub runs the first python3 on PATH: a Python without one beside it is refused."""
+    """Triton's stub runs the first python3 on PATH."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
     triton = installation.TritonInstallation()
     values = triton.environment()

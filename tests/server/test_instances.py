@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -39,8 +40,9 @@ def _next_failure(monitor: InstanceMonitor) -> InstanceFailure:
     ],
     ids=["killed", "bus", "exit 0", "loading"],
 )
-def test_deaths(what: str, then: str, says: str, monitor: InstanceMonitor, tmp_path: Path) -> None:
-    """Each death is reported once, with its cause, and the file is removed."""
+def test_each_death_is_reported_once(
+    what: str, then: str, says: str, monitor: InstanceMonitor, tmp_path: Path
+) -> None:
     with instance(tmp_path, what, then=then) as process:
         ended(process)
         failure = _next_failure(monitor)
@@ -71,7 +73,7 @@ def test_shared_memory_of_a_dead_instance(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is removed; Triton would keep it until the server ends. Damaged files are ignored."""
+    """Triton would keep it until the server ends. Damaged status files are ignored."""
     (tmp_path / "1.status").write_bytes(b"?")
     (tmp_path / "2.status").mkdir()
     (tmp_path / "3.status").write_bytes(bytes(4096))
@@ -108,7 +110,7 @@ def test_shared_memory_of_a_dead_instance(
 def test_an_instance_that_cannot_serve(
     what: str, then: str, says: str, monitor: InstanceMonitor, tmp_path: Path
 ) -> None:
-    """It is reported once, and killed; a poisoned one a moment later, so that it sends results."""
+    """It is reported once, and killed."""
     with (
         instance(tmp_path, "status.idle()") as serving,
         instance(tmp_path, what, then=then, limit=30) as process,
@@ -119,7 +121,6 @@ def test_an_instance_that_cannot_serve(
             assert monitor.check() == []
             time.sleep(0.01)
         assert process.wait(60) == -signal.SIGKILL
-        assert monitor.check() == []
         assert serving.poll() is None
 
 
@@ -149,7 +150,6 @@ def test_instances_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_the_instances_of_a_model_do(tmp_path: Path) -> None:
-    """They are idle if all are; those that are idle can be killed, and disregarded."""
     monitor = InstanceMonitor(tmp_path)
     with (
         instance(tmp_path, "status.report({'warnings': ['old']}); status.idle()") as idle,
@@ -175,16 +175,15 @@ def test_what_the_instances_of_a_model_do(tmp_path: Path) -> None:
 def test_processes_of_others_are_never_killed(
     what: str, monitor: InstanceMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file may name a process that our server did not start: the ID was used again."""
+    """A file may name one: its process ID was used again."""
     monkeypatch.setattr(instances, "_GRACE_S", 0.0)
     with instance(tmp_path, what, limit=1, mark=False) as process:
         time.sleep(0.05)
         assert _next_failure(monitor).reason.startswith("instance m_0_0")
         monitor.check()
-        time.sleep(0.05)
         monitor.kill_idle("m")
-        time.sleep(0.05)
-        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.05)
 
 
 # Overwrites the variables of a process in its memory, as setproctitle does.
@@ -194,10 +193,9 @@ _OVERWRITE = (
 )
 
 
-def test_an_instance_that_overwrites_its_environment(
+def test_an_instance_that_overwrites_its_environment_is_killed_if_it_hangs(
     monitor: InstanceMonitor, tmp_path: Path
 ) -> None:
-    """It is still known as an instance of the server, and is killed if it hangs."""
     with instance(tmp_path, "status.idle()", then=_OVERWRITE, limit=30) as process:
         assert monitor.check() == []
         assert process.stdin is not None

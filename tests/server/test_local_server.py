@@ -66,12 +66,10 @@ def _sent(datatype: str, value: object) -> NDArray[Any]:
     ],
 )
 def test_values_that_fit(datatype: str, value: object) -> None:
-    """Values of the input's type arrive as they are, also bytes with zeros at the end."""
     assert np.array_equal(_sent(datatype, value), np.array(value, dtype=object))
 
 
 def test_values_that_are_converted() -> None:
-    """Numbers may lose digits, also in BF16, which numpy does not have; texts keep their zeros."""
     assert np.allclose(_sent("BF16", [[0.1, 1e30]]), [[0.1, 1e30]], rtol=0.01)
     assert _sent("BYTES", [["ä\0", "b"]]).tolist() == [["ä\0".encode(), b"b"]]
 
@@ -90,13 +88,11 @@ def test_values_that_are_converted() -> None:
     ],
 )
 def test_values_that_do_not_fit(datatype: str, value: object) -> None:
-    """Values that would arrive as others are refused."""
     with pytest.raises(InputError, match=f"'x' .* expected values of {datatype}"):
         _sent(datatype, value)
 
 
 def test_before_the_start() -> None:
-    """Requests and addresses are errors that say what to do; `repr` and `stop` are none."""
     server = LocalServer("models")
     for use in (
         lambda: server.infer("net", [1.0]),
@@ -111,7 +107,7 @@ def test_before_the_start() -> None:
 
 
 def test_stopped_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """stop() in another thread, as a notebook may call it, ends start() with an error."""
+    """In another thread, as a notebook may call stop()."""
     server = LocalServer(tmp_path, allow_empty=True)
 
     def run(_: Serving, __: Callable[[], None], is_over: Callable[[], bool]) -> None:
@@ -124,10 +120,9 @@ def test_stopped_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         server.start()
 
 
-def test_lines_on_a_terminal(
+def test_events_are_printed_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What happens to models is printed on a terminal, and nowhere else."""
     local_server._report(Event("READY", "net", "reloaded"))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

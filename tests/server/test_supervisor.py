@@ -20,13 +20,13 @@ _DEAD = ToolError("Stub process 'a_0' is not healthy")
 _TIMED_OUT = ToolError("Deadline Exceeded")
 _UNSUITABLE = ToolError("a shell would change the name")
 _TIMEOUT = "took longer than 100 s (--load-timeout)"
+_KILLED = {"a": "is down: was killed"}
 
 
 class FakeCall:
     """A load or an unload that is in progress until it has a failure, which may be empty."""
 
-    def __init__(self) -> None:
-        self.failure: str | None = None
+    failure: str | None = None
 
     def done(self) -> bool:
         return self.failure is not None
@@ -41,14 +41,11 @@ class FakeServer:
 
     Attributes:
         states: each model's state; another text is the reason of a failure.
-        pids: the process of each model that has a live one.
         survivors: processes of every model that outlive an unload.
         refusals: errors of loads.
         rows: the largest batches in the configs of models that were loaded with one.
-        unlisted: models that Triton's index does not list.
         pending: loads and unloads that the test completes; None: they complete at once.
         idle_since: since when instances are idle; None: they are loaded or at work.
-        reported: the warnings in the load reports of each model's instances.
     """
 
     def __init__(
@@ -110,14 +107,15 @@ class FakeServer:
         if self.refusals.get(model) is _UNSUITABLE:
             raise _UNSUITABLE
 
-        def work() -> None:
+        def work() -> str:
             self.rows[model] = config["max_batch_size"] if config else 1
             size = f" with {self.rows[model]} rows" if config else ""
             self.calls.append(f"load {model}{size}")
             if model in self.refusals:
                 self.states[model] = str(self.refusals[model])
-                raise self.refusals[model]
+                return self.states[model]
             self.start(model)
+            return ""
 
         return self._begin(work)
 
@@ -126,23 +124,20 @@ class FakeServer:
         return call.failure
 
     def unload(self, model: str) -> FakeCall:
-        def work() -> None:
+        def work() -> str:
             self.calls.append(f"unload {model}")
             if self.refuses_unloads:
-                raise ToolError("no")
+                return "no"
             self.withdraw(model)
+            return ""
 
         return self._begin(work)
 
-    def _begin(self, work: Callable[[], None]) -> FakeCall:
+    def _begin(self, work: Callable[[], str]) -> FakeCall:
         call = FakeCall()
 
         def complete() -> None:
-            call.failure = ""
-            try:
-                work()
-            except ToolError as error:
-                call.failure = str(error)
+            call.failure = work()
 
         if self.pending is None:
             complete()
@@ -151,13 +146,12 @@ class FakeServer:
         return call
 
     def start(self, model: str) -> None:
-        """Load a model, for the supervisor or for a user."""
+        """Load a model, for the supervisor or for a user; so does `withdraw`."""
         self.states[model] = _READY
         self._last_pid += 1
         self.pids[model] = self._last_pid
 
     def withdraw(self, model: str) -> None:
-        """Unload a model, for the supervisor or for a user."""
         for name in (model, *(name for name, part in self.ensembles.items() if part == model)):
             self.states[name] = _UNLOADED
             self.pids.pop(name, None)
@@ -208,7 +202,6 @@ class FakeServer:
         calls: str = "",
         not_ready: Mapping[str, str] | None = None,
     ) -> None:
-        """Check what happens until then."""
         self.advance(seconds)
         self.expect(events, calls, not_ready)
 
@@ -219,12 +212,14 @@ class FakeServer:
         self, events: str = "", calls: str = "", not_ready: Mapping[str, str] | None = None
     ) -> None:
         """Check the events and calls since the last check, and why models do not serve now."""
-        reported = ", ".join(f"{event.kind} {event.model}" for event in self.events)
         reasons = {name: why for name, why in self.supervisor.snapshot.models.items() if why}
-        assert (reported, ", ".join(self.calls)) == (events, calls)
+        assert (self.told(), ", ".join(self.calls)) == (events, calls)
         assert reasons == (not_ready or {})
         self.events.clear()
         self.calls.clear()
+
+    def told(self) -> str:
+        return ", ".join(f"{event.kind} {event.model}" for event in self.events)
 
 
 def _serving(*models: str, **options: Any) -> FakeServer:
@@ -250,8 +245,7 @@ def _loading() -> tuple[FakeServer, Callable[[], None]]:
 # --- loads and deaths ------------------------------------------------------------------------
 
 
-def test_models_are_loaded() -> None:
-    """A model that refuses to load is reported, and not loaded again; others serve."""
+def test_a_model_that_is_refused_is_not_loaded_again() -> None:
     server = FakeServer("a", "b", "c")
     assert server.supervisor.snapshot.problem == "the server is being started"
     server.refusals["c"] = _UNSUITABLE
@@ -266,7 +260,7 @@ def test_models_are_loaded() -> None:
 
 
 def test_warnings_follow_each_load() -> None:
-    """They are reported once a load, after READY, without the model's name, and until it ends."""
+    """After READY, and without the model's name."""
     server = FakeServer("a", "b")
     server.reported["a"] = ["model 'a': slow", "model 'a': no x: model 'a': y raised"]
     server.supervisor.load(["a", "b"])
@@ -282,7 +276,6 @@ def test_warnings_follow_each_load() -> None:
 
 
 def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
-    """It is not ready until the load succeeds; the other model is not touched."""
     server = _serving("a", "b")
     server.pending = []
     server.die("a", "instance a_0 was ended by SIGKILL")
@@ -300,23 +293,19 @@ def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
 
 
 def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
-    """Other instances give back their memory first; idle ones are killed after a second.
-
-    The death of a survivor is no failure of the load that has begun.
-    """
+    """Idle ones are killed after a second; their death is no failure of the load that has begun."""
     server = _serving("a")
     server.die("a")
     server.survivors = {5}
     server.step(3)
     assert server.killed == []
-    server.after(9, "DOWN a", "unload a", {"a": "is down: was killed"})
+    server.after(9, "DOWN a", "unload a", _KILLED)
     assert set(server.killed) == {"a"}
     server.after(2, "READY a 1", "load a")
     assert server.disregarded == {5}
 
 
-def test_a_model_that_dies_again_and_again() -> None:
-    """It is unloaded when it is given up, keeps that reason, and serves once a user loads it."""
+def test_a_model_that_was_given_up_serves_once_a_user_loads_it() -> None:
     server = _serving("a", restarts=1)
     for _ in range(2):
         server.die("a")
@@ -331,8 +320,7 @@ def test_a_model_that_dies_again_and_again() -> None:
     server.after(0.3, "DOWN a, READY a 1", "unload a, load a")
 
 
-def test_a_crash_loop_at_start_up() -> None:
-    """A model that dies in each load is loaded again with longer delays, and then given up."""
+def test_a_crash_loop_has_growing_delays() -> None:
     server = FakeServer("a", "b", restarts=9)
     server.refusals["a"] = _DEAD
     server.supervisor.load(["a", "b"])
@@ -353,8 +341,9 @@ def test_a_crash_loop_at_start_up() -> None:
 @pytest.mark.parametrize(
     ("seconds", "events"), [(59, "GIVEN UP a"), (61, "DOWN a, READY a 1")], ids=["59 s", "61 s"]
 )
-def test_a_model_that_has_served_for_a_minute(seconds: float, events: str) -> None:
-    """It may be reloaded as often as at first."""
+def test_a_model_that_has_served_for_a_minute_is_reloaded_as_at_first(
+    seconds: float, events: str
+) -> None:
     server = _serving("a", restarts=1)
     server.die("a")
     server.step(3)
@@ -363,11 +352,11 @@ def test_a_model_that_has_served_for_a_minute(seconds: float, events: str) -> No
     server.calls.clear()
     server.die("a")
     server.step(4)
-    assert ", ".join(f"{event.kind} {event.model}" for event in server.events) == events
+    assert server.told() == events
 
 
 def test_a_death_during_a_load_that_succeeds() -> None:
-    """Triton reports the model as READY, but it is loaded again; its seconds are counted."""
+    """Triton reports the model as READY, but it is loaded again."""
     server = FakeServer("a")
     server.pending = []
     server.now = 1000.0
@@ -382,18 +371,17 @@ def test_a_death_during_a_load_that_succeeds() -> None:
     server.expect("DOWN a, READY a 1", "load a, unload a, load a")
 
 
-def test_an_unload_that_fails() -> None:
-    """Triton does not load a dead model that it reports as READY: the load unloads it first."""
+def test_an_unload_that_fails_is_tried_again_before_the_load() -> None:
+    """Triton does not load a dead model that it reports as READY."""
     server = _serving("a", restarts=2)
     server.die("a")
     server.refuses_unloads = True
-    server.after(0.3, "DOWN a", "unload a, unload a, unload a", {"a": "is down: was killed"})
+    server.after(0.3, "DOWN a", "unload a, unload a, unload a", _KILLED)
     server.refuses_unloads = False
     server.after(3, "READY a 1", "unload a, load a")
 
 
 def test_an_ensemble_that_triton_does_not_load_with_its_part() -> None:
-    """Triton unloads it with its part, and usually loads it with it: else the supervisor does."""
     server = _serving("a", "e", ensembles={"e": "a"})
     server.die("a")
     server.pending = []
@@ -414,10 +402,7 @@ def test_an_ensemble_that_triton_does_not_load_with_its_part() -> None:
 
 
 def test_models_that_die_together() -> None:
-    """The one that can be loaded serves again at once, the other one later.
-
-    A refusal after a death is not final: a GPU's memory is freed meanwhile.
-    """
+    """A refusal after a death is not final: a GPU's memory is freed meanwhile."""
     server = _serving("a", "b")
     server.refusals["b"] = ToolError("out of memory")
     for name in "ab":
@@ -432,7 +417,6 @@ def test_models_that_die_together() -> None:
 
 @pytest.mark.parametrize("during", ["unload", "load"])
 def test_a_server_that_does_not_answer_during_a_reload(during: str) -> None:
-    """The model is loaded all the same, with its ensemble; neither is taken for unloaded."""
     server = _serving("a", "e", ensembles={"e": "a"})
     server.pending = []
     server.die("a")
@@ -453,7 +437,6 @@ def test_a_server_that_does_not_answer_during_a_reload(during: str) -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool) -> None:
-    """Also if Triton kills its process."""
     server = _serving("a")
     server.states["a"] = _UNLOADED
     if dies:
@@ -481,10 +464,7 @@ def test_a_model_is_healed_with_the_config_that_a_user_loaded_it_with() -> None:
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
-    """It is monitored under any name, but not healed with other files: the user must load it.
-
-    Its death is reported, too, if it dies before it was seen.
-    """
+    """It is not healed with other files. Its death is reported, too, if it was not seen before."""
     server = _serving("a")
     server.unlisted = set() if listed else {"b"}
     server.start("b")
@@ -500,16 +480,12 @@ def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
             continue
         server.die("b", copied=True)
         server.step()
-        assert (
-            "was killed; stays down until it is loaded through Triton's API: its files"
-            in server.events[0].text
-        )
+        assert "until it is loaded through Triton's API: its files" in server.events[0].text
         server.after(100, "GIVEN UP b", "unload b", {"b": "stays down: was killed"})
         server.start("b")
 
 
 def test_a_user_s_load_that_is_refused() -> None:
-    """A load through Triton's API that fails, after which no version serves, is reported."""
     server = _serving("a")
     server.states["a"] = "no such file"
     server.after(1, "FAILED a 1", "", {"a": "stays down: no such file"})
@@ -518,7 +494,7 @@ def test_a_user_s_load_that_is_refused() -> None:
 
 
 def test_a_user_s_load_that_dies() -> None:
-    """The death is reported; a version that serves goes on, else Triton's reason counts."""
+    """A version that serves goes on, else Triton's reason counts."""
     server = _serving("a")
     server.die("a", _TIMEOUT, in_load=True)
     server.after(2, "FAILED a 1")
@@ -532,14 +508,8 @@ def test_a_user_s_load_that_dies() -> None:
     server.after(2, "READY a 1")
 
 
-# --- models whose files change ---------------------------------------------------------------
-
-
-def test_reloads() -> None:
-    """The old model serves until the new one is loaded, and further if that fails.
-
-    A model that is being loaded is not loaded once more; one that was given up is.
-    """
+def test_reloads_of_changed_files() -> None:
+    """A model that is being loaded is not loaded once more; one that was given up is."""
     server = _serving("a")
     server.pending = []
     assert server.supervisor.reload("a")
@@ -550,11 +520,9 @@ def test_reloads() -> None:
     server.pending = None
     server.refusals["b"] = ToolError("no")
     server.states["b"] = ""
-    for event in ("FAILED b 1", "READY b 1"):
+    for event, not_ready in (("FAILED b 1", {"b": "stays down: no"}), ("READY b 1", {})):
         assert server.supervisor.reload("b")
-        server.after(
-            1, f"CHANGED b, {event}", "load b", {"b": "stays down: no"} if server.refusals else {}
-        )
+        server.after(1, f"CHANGED b, {event}", "load b", not_ready)
         server.refusals.clear()
     server.die("a")
     server.step()
@@ -570,7 +538,7 @@ def test_reloads() -> None:
     ids=["forgotten", "ready", "busy"],
 )
 def test_a_load_whose_instances_wait(idle_since: float | None, state: str, killed: bool) -> None:
-    """They are killed after 30 s, unless Triton has accepted them or they work; then replaced."""
+    """Triton has forgotten them after 30 s, unless it has accepted them or they work."""
     server, load = _loading()
     server.states["a"], server.idle_since = state, idle_since
     server.advance(39)
@@ -589,7 +557,7 @@ def test_a_load_whose_instances_wait(idle_since: float | None, state: str, kille
 
 
 def test_a_load_that_never_ends() -> None:
-    """Triton waits for a process that is gone: the model is given up, with the reason."""
+    """Triton waits for a process that is gone."""
     server, load = _loading()
     server.pids.clear()
     server.after(130, not_ready={"a": "is being loaded"})

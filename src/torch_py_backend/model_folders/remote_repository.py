@@ -32,8 +32,7 @@ def local(url: str, cache: Path | None, report: Report) -> Path:
 
     Args:
         url: a path, the address of a folder as fsspec reads it, or hf://organization/name@revision.
-        cache: the folder for what is fetched, which only this user may write to; None:
-            ~/.cache/torch-py-backend.
+        cache: only this user may write to it; None: ~/.cache/torch-py-backend.
         report: called with what happens, a line each.
 
     Raises:
@@ -92,9 +91,7 @@ def _fetch_files(url: str, folder: Path, report: Report) -> None:
     if not present:
         raise FileNotFoundError("it holds no files")
     fetched = folder / _FETCHED
-    before = {}
-    if fetched.exists():
-        before = json.loads(fetched.read_bytes())
+    before = json.loads(fetched.read_bytes()) if fetched.exists() else {}
     changed = [name for name, facts in present.items() if before.get(name) != facts]
     if changed:
         report(f"fetching {len(changed)} files from {url}")

@@ -2,9 +2,8 @@
 
 Each instance keeps two files in a private folder that an environment variable names. One is mapped
 into memory: 8 bytes with nanoseconds of CLOCK_MONOTONIC, and the state in the lowest bits. The
-other one, its report, is a JSON object: the identity of the instance; once the model is loaded, the
-artifact, how its weights are shared, the options in effect and the warnings of the load; and why it
-is poisoned. An instance that ends normally removes them; if it dies, they stay.
+other one is its report in JSON: its identity; once the model is loaded, what `check` prints, with
+the warnings of the load; and why it is poisoned. They stay unless the instance ends normally.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class InstanceStatus:
                 self._state = memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("Q")
 
     def report(self, document: Mapping[str, object]) -> None:
-        """Add to the report, as once the model is loaded and before Triton reports it READY."""
+        """Add to the report; a load does so before Triton reports the model READY."""
         if self._path is not None:
             self._report |= document
             # A model serves without a report, as on a full disk.
@@ -91,7 +90,6 @@ class InstanceStatus:
                 replace(self._path.with_suffix(_REPORT), json.dumps(self._report).encode(), 0o600)
 
     def busy(self) -> None:
-        """Report the start of a call."""
         self._state[0] = _word(InstanceState.BUSY)
 
     def idle(self) -> None:
@@ -133,7 +131,6 @@ def _unpublished() -> memoryview[int]:
 
 
 def start(config: ModelConfig) -> InstanceStatus:
-    """Return the status of this instance."""
     # Triton copies models from cloud stores and from load requests to a temporary folder
     # (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). In all other cases it requires that
     # a model's folder has the model's name.
@@ -171,9 +168,8 @@ class Reader:
     """Reads the files of one instance.
 
     Raises:
-        OSError: a file cannot be opened: the instance has ended and removed its files.
-        ValueError: a file is damaged.
-        KeyError, TypeError: the report has no identity.
+        OSError: the instance has ended and removed its files.
+        ValueError, KeyError, TypeError: a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,11 +179,10 @@ class Reader:
         self.identity = Identity(**json.loads(self._report.read_bytes())["identity"])
 
     def read(self) -> Status:
-        """Return the current status."""
         return _status(int.from_bytes(self._map[:8], sys.byteorder))
 
     def report(self) -> dict[str, Any]:
-        """Return what the instance has reported; nothing if it has ended and removed its files."""
+        """Return what the instance has reported; nothing if its files are gone or damaged."""
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads(self._report.read_bytes()))
         return {}

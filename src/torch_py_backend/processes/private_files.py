@@ -34,10 +34,7 @@ def risk(status: os.stat_result) -> str:
 
 
 def create(folder: Path) -> str:
-    """Create a folder that only this user can enter.
-
-    Returns:
-        The risk of a folder that exists already, see `risk`; empty: there is none.
+    """Create a folder that only this user can enter; return the `risk` of one that exists already.
 
     Raises:
         OSError: the folder cannot be created.
@@ -48,12 +45,10 @@ def create(folder: Path) -> str:
 
 
 def tree_risk(folder: Path) -> str:
-    """Return how another user could have written a file in a folder; see `risk`.
-
-    Files need no permissions of their own where no other user can enter the folder.
-    """
+    """Return the `risk` of a folder and all files in it."""
     status = folder.stat()
     reason = risk(status)
+    # Where no other user can enter the folder, the modes of its files do not matter.
     if reason or not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         return reason
     for path in folder.rglob("*"):

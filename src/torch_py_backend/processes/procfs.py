@@ -1,7 +1,4 @@
-"""What /proc reports about processes.
-
-Does not use psutil, which may be missing in the Python of a server.
-"""
+"""What /proc reports about processes; psutil may be missing in the Python of a server."""
 
 from __future__ import annotations
 

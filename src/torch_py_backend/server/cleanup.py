@@ -1,8 +1,7 @@
 """Cleanup after a server: its processes, its regions of shared memory and its folder.
 
-A server that is stopped removes all of them itself. If its owner is killed, the kernel kills
-tritonserver, whose instances then end, and the next server removes the rest: the owner's file has
-lost its lock.
+If the owner of a server is killed, the kernel kills tritonserver, whose instances then end, and the
+next server removes the rest: the owner's file has lost its lock.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ class ServerFolder:
 
     Attributes:
         prefix: the prefix of the names of its regions of shared memory.
-        path: its temporary folder, which only its user can read.
-        status: the folder with the status files of its instances.
-        backends: its backend directory.
+        path: its temporary folder, with the `status` files of its instances and its `backends`.
 
     Raises:
         OSError: /dev/shm is full, or cannot be written.
@@ -103,20 +100,16 @@ def sweep() -> None:
 
 
 def region(process: psutil.Process) -> str:
-    """Return the name of the shared memory between Triton and an instance; empty: unknown.
-
-    It is on the command line of Triton's stub.
-    """
+    """Return the name of the shared memory between Triton and an instance; empty: unknown."""
     with contextlib.suppress(psutil.Error):
-        return next(filter(_REGION.fullmatch, process.cmdline()), "")
+        return next(filter(_REGION.fullmatch, process.cmdline()), "")  # of Triton's stub
     return ""
 
 
 def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool | None:
-    """Return whether the server with this status folder has started a process.
+    """Return whether the server with this status folder has started a process; None: unknown.
 
-    None: unknown. The process has ended or belongs to another user, or the kernel does not show
-    its environment during exec().
+    It may have ended, or the kernel does not show its environment during exec().
     """
     with contextlib.suppress(psutil.Error, OSError):
         if variables := process.environ():

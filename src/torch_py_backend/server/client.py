@@ -1,8 +1,7 @@
 """A client of one tritonserver: the states of its models, loads and unloads.
 
-Loads and unloads use gRPC: Triton's HTTP server processes a load on a thread that also serves other
-connections, and they wait until the model is loaded. Its gRPC server uses a thread of its own for
-each load. Here, no thread waits for the answer: a call is a future that is polled.
+Loads and unloads use gRPC, where Triton has a thread for each load; over HTTP, other connections
+would wait for it. Here, no thread waits: a call is a future that is polled.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ class ModelState:
 
     Attributes:
         ready: whether at least one version serves.
-        unloaded: whether none serves, and one was unloaded or is being unloaded. Triton still
-            reports versions that failed before.
-        reason: why a version does not serve that was not unloaded.
+        unloaded: whether none serves, and one was unloaded or is being unloaded.
+        reason: why a version does not serve that was not unloaded; it may have failed before.
         versions: the versions that serve; all versions if none serves.
     """
 
@@ -84,30 +82,26 @@ def cause(model: str, reason: str) -> str:
     return text.replace(f"model '{model}': ", "").strip(".; \n") or "no reason was given"
 
 
+@dataclass
 class TritonClient:
     """A client of one server.
 
-    Args:
+    Attributes:
         key: the key of restricted endpoints; empty: there are none.
         check_name: raises a ToolError for the name of a model that Triton cannot load.
         poll_failure: returns why Triton could not read a model's folder; empty: unknown.
     """
 
-    def __init__(
-        self,
-        http_address: str,
-        grpc_address: str,
-        *,
-        key: str = "",
-        check_name: Callable[[str], None] = lambda _model: None,
-        poll_failure: Callable[[str], str] = lambda _model: "",
-    ) -> None:
-        self._http_address = http_address
-        self._headers = {KEY_HEADER: key} if key else {}
-        self._metadata = ((_KEY_METADATA, key),) if key else ()
-        self._check_name = check_name
-        self._poll_failure = poll_failure
-        self._channel = grpc.insecure_channel(grpc_address)
+    http_address: str
+    grpc_address: str
+    key: str = ""
+    check_name: Callable[[str], None] = lambda _model: None
+    poll_failure: Callable[[str], str] = lambda _model: ""
+
+    def __post_init__(self) -> None:
+        self._headers = {KEY_HEADER: self.key} if self.key else {}
+        self._metadata = ((_KEY_METADATA, self.key),) if self.key else ()
+        self._channel = grpc.insecure_channel(self.grpc_address)
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def models(self, instances: Collection[str] = ()) -> list[ModelState]:
@@ -134,7 +128,7 @@ class TritonClient:
             return None
 
     def _request(self, path: str, data: bytes | None = None) -> str:
-        url = f"http://{self._http_address}/v2/{path}"
+        url = f"http://{self.http_address}/v2/{path}"
         request = urllib.request.Request(url, data, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=_REQUEST_S) as response:  # noqa: S310
@@ -151,18 +145,20 @@ class TritonClient:
         Raises:
             ToolError: Triton would wait for it forever.
         """
-        self._check_name(model)
-        request = service_pb2.RepositoryModelLoadRequest(model_name=_utf8(model))
+        self.check_name(model)
+        request = service_pb2.RepositoryModelLoadRequest()
         if config:
             request.parameters["config"].string_param = json.dumps(config)
-        return self._begin(self._service.RepositoryModelLoad, request, seconds)
+        return self._begin(self._service.RepositoryModelLoad, request, model, seconds)
 
     def unload(self, model: str) -> grpc.Future:
         """Begin to unload a model; its instances end soon after."""
-        request = service_pb2.RepositoryModelUnloadRequest(model_name=_utf8(model))
-        return self._begin(self._service.RepositoryModelUnload, request, _UNLOAD_S)
+        request = service_pb2.RepositoryModelUnloadRequest()
+        return self._begin(self._service.RepositoryModelUnload, request, model, _UNLOAD_S)
 
-    def _begin(self, method: Any, request: Any, seconds: float) -> grpc.Future:
+    def _begin(self, method: Any, request: Any, model: str, seconds: float) -> grpc.Future:
+        # The name of a folder need not be UTF-8.
+        request.model_name = model.encode(errors="replace").decode()
         return method.future(request, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
 
     def failure(self, model: str, call: grpc.Future) -> str:
@@ -170,14 +166,9 @@ class TritonClient:
         if call.code() is grpc.StatusCode.OK:
             return ""
         reason = str(call.details() or call.code())
-        poll_failure = self._poll_failure(model) if _NOT_POLLED in reason else ""
+        poll_failure = self.poll_failure(model) if _NOT_POLLED in reason else ""
         return cause(model, poll_failure or reason)
 
     def close(self) -> None:
         """Close the connection; pending calls fail."""
         self._channel.close()
-
-
-def _utf8(name: str) -> str:
-    """Return the name of a folder, which need not be UTF-8, as Triton's messages can hold it."""
-    return name.encode(errors="replace").decode()

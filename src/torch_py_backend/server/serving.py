@@ -132,51 +132,46 @@ class Serving:
                     server.stop()
 
 
+@dataclass
 class Reloader:
     """Reloads the models of a repository whose files change, and loads those that are added to it.
 
     Triton loads the new model beside the one that serves, and replaces that when the new one is
     READY; if the load fails, the old one serves on.
 
-    Args:
+    Attributes:
         names: the models to watch; empty: all.
         reload: begins to load a model; False: it cannot be loaded now, and is tried again.
     """
 
-    def __init__(
-        self,
-        repository: Path,
-        names: Collection[str],
-        reload: Callable[[str], bool],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._repository = repository
-        self._names = names
-        self._reload = reload
-        self._clock = clock
+    repository: Path
+    names: Collection[str]
+    reload: Callable[[str], bool]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._polled = self._poll()
         self._loaded = dict(self._polled)
-        self._due = clock() + _POLL_S
+        self._due = self.clock() + _POLL_S
 
     def step(self) -> None:
         """Poll the files if that is due, and begin loads."""
-        now = self._clock()
+        now = self.clock()
         if now < self._due:
             return
         self._due = now + _POLL_S
         before, self._polled = self._polled, self._poll()
         for name, files in self._polled.items():
             is_changed = files == before.get(name) and files != self._loaded.get(name)
-            if is_changed and self._reload(name):
+            if is_changed and self.reload(name):
                 self._loaded[name] = files
 
     def _poll(self) -> dict[str, set[tuple[object, ...]]]:
         try:
             return {
                 folder.name: _files(folder)
-                for folder in repositories.models(self._repository)
-                if not self._names or folder.name in self._names
+                for folder in repositories.models(self.repository)
+                if not self.names or folder.name in self.names
             }
         except OSError:  # the repository is being replaced
             return {}

@@ -32,8 +32,8 @@ _MAX_DELAY_S = 60.0
 _STABLE_AFTER_S = 60.0
 # The time for the other instances of a model to end, before new ones need their memory.
 _SURVIVORS_S = 10.0
-# Triton 24.10 may never end the instances of a model if one of them died during a request. After
-# this time the idle ones are killed here; Triton does not send them requests any more.
+# Triton 24.10 may never end the other instances of a model if one died during a request. After this
+# time the idle ones are killed here; Triton does not send them requests any more.
 _IDLE_S = 1.0
 # The time for a load to fail in Triton, after its process was killed.
 _FAILING_S = 30.0
@@ -97,30 +97,23 @@ class ModelRecord:
     config: Mapping[str, Any] | None = None
 
 
+@dataclass
 class Supervisor:
     """Keeps the models of one server serving; `snapshot` is their readiness after the last step.
 
-    Args:
+    Attributes:
         restarts: how often a model is reloaded, until it has served for a minute.
         load_seconds: the time limit of one load.
     """
 
-    def __init__(
-        self,
-        client: TritonClient,
-        monitor: InstanceMonitor,
-        on_event: Callable[[Event], None],
-        *,
-        restarts: int,
-        load_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._client = client
-        self._monitor = monitor
-        self._on_event = on_event
-        self._restarts = restarts
-        self._load_seconds = load_seconds
-        self._clock = clock
+    client: TritonClient
+    monitor: InstanceMonitor
+    on_event: Callable[[Event], None]
+    restarts: int
+    load_seconds: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._events: list[Event] = []
         self._failures: list[InstanceFailure] = []
         self._models: dict[str, ModelRecord] = {}
@@ -138,7 +131,7 @@ class Supervisor:
     def load(self, names: Sequence[str]) -> None:
         """Start to load models, all at the same time."""
         for name in names:
-            model = self._models[name] = ModelRecord(name, Phase.DOWN, self._clock())
+            model = self._models[name] = ModelRecord(name, Phase.DOWN, self.clock())
             self._begin_load(model)
 
     def reload(self, name: str) -> bool:
@@ -152,27 +145,27 @@ class Supervisor:
         elif model.phase is not Phase.SERVING or model.call is not None:
             return False
         else:
-            model.call = self._client.load(name, self._load_seconds)
+            model.call = self.client.load(name, self.load_seconds)
         self._report("CHANGED", name)
         return True
 
     def step(self) -> None:
         """Process failures, completed calls and due loads."""
-        self._failures += self._monitor.check()
+        self._failures += self.monitor.check()
         models = list(self._models.values())
         completed = [
             (model, model.call) for model in models if model.call is not None and model.call.done()
         ]
         # Requested last: states from before a load or unload completed are outdated.
-        if self._failures or completed or self._clock() >= self._index_due:
+        if self._failures or completed or self.clock() >= self._index_due:
             try:
                 names = {failure.identity.model for failure in self._failures}
-                states = self._client.models(names | self._monitor.models_with_instances())
+                states = self.client.models(names | self.monitor.models_with_instances())
             except OSError:  # a later step handles what has happened
                 self._publish("tritonserver does not answer")
                 return
             self._states = {state.name: state for state in states}
-            self._index_due = self._clock() + _INDEX_S
+            self._index_due = self.clock() + _INDEX_S
         failures, self._failures = self._failures, []
         for failure in failures:
             self._handle_failure(failure)
@@ -186,16 +179,13 @@ class Supervisor:
         self._publish()
 
     def _publish(self, problem: str = "") -> None:
-        """Update the snapshot, and then report the events of this step.
-
-        A client that sees an event must not get the previous readiness.
-        """
+        """Update the snapshot first: a client that sees an event must not get the previous one."""
         models = {name: self._why_not_ready(model) for name, model in sorted(self._models.items())}
         warnings = {name: model.warnings for name, model in self._models.items() if model.warnings}
-        self.snapshot = Snapshot(models, problem, self._clock(), warnings)
+        self.snapshot = Snapshot(models, problem, self.clock(), warnings)
         events, self._events = self._events, []
         for event in events:
-            self._on_event(event)
+            self.on_event(event)
 
     def _why_not_ready(self, model: ModelRecord) -> str:
         if model.phase is Phase.SERVING:
@@ -210,11 +200,11 @@ class Supervisor:
 
     def _enter(self, model: ModelRecord, phase: Phase, reason: str = "") -> None:
         if not {model.phase, phase} <= {Phase.LOADING, Phase.DOWN}:
-            model.since = self._clock()
+            model.since = self.clock()
         model.phase, model.reason, model.death = phase, reason, ""
         if phase is not Phase.SERVING:
             model.warnings = ()
-            self._monitor.disregard(model.name)  # these processes have to end anyway
+            self.monitor.disregard(model.name)  # these processes have to end anyway
 
     def _report(self, kind: str, name: str, text: str = "") -> None:
         state = self._states.get(name)
@@ -230,10 +220,10 @@ class Supervisor:
     ) -> None:
         """Report that a model was loaded, and its warnings; note which models it consists of."""
         if model.attempts and model.phase is not Phase.SERVING:
-            text = f"serves again after {self._clock() - model.since:.1f} s"
+            text = f"serves again after {self.clock() - model.since:.1f} s"
         self._enter(model, Phase.SERVING)
         self._report("READY", model.name, text)
-        model.warnings = [cause(model.name, text) for text in self._monitor.warnings(model.name)]
+        model.warnings = [cause(model.name, text) for text in self.monitor.warnings(model.name)]
         for warning in model.warnings:
             self._report("WARNING", model.name, warning)
         steps = config.get("ensemble_scheduling", {}).get("step", [])
@@ -241,10 +231,10 @@ class Supervisor:
 
     def _retry(self, model: ModelRecord, reason: str, *, unload: bool = False) -> None:
         """Reload a model that failed, after a while, or give it up if it has failed too often."""
-        now = self._clock()
+        now = self.clock()
         if model.phase is Phase.SERVING and now - model.since >= _STABLE_AFTER_S:
             model.attempts = 0
-        if model.attempts >= self._restarts:
+        if model.attempts >= self.restarts:
             self._give_up(model, reason, f"; no attempts are left, {_STAYS_DOWN}")
         else:
             model.attempts += 1
@@ -253,7 +243,7 @@ class Supervisor:
             model.due = now + seconds
             when = f"in {seconds:.0f} s" if seconds else "now"
             self._enter(model, Phase.DOWN, reason)
-            attempt = f"attempt {model.attempts} of {self._restarts}"
+            attempt = f"attempt {model.attempts} of {self.restarts}"
             self._report("DOWN", model.name, f"{reason}; loading it again {when} ({attempt})")
         if unload:
             self._begin_unload(model)
@@ -269,28 +259,28 @@ class Supervisor:
 
     def _begin_load(self, model: ModelRecord) -> None:
         self._enter(model, Phase.LOADING, model.reason)
-        seconds = self._load_seconds + _FAILING_S
+        seconds = self.load_seconds + _FAILING_S
         try:
-            model.call = self._client.load(model.name, seconds, model.config)
+            model.call = self.client.load(model.name, seconds, model.config)
         except ToolError as error:
             self._give_up(model, str(error), kind="FAILED")
 
     def _begin_unload(self, model: ModelRecord) -> None:
         model.is_dead = True
-        config = self._client.config(model.name)
+        config = self.client.config(model.name)
         if config is None:
             return  # without it, the model would be loaded with another one
         if config and config != model.own_config:
             model.config = config
-        model.call = self._client.unload(model.name)
+        model.call = self.client.unload(model.name)
 
     def _handle_completed(self, model: ModelRecord, call: grpc.Future) -> None:
-        error = self._client.failure(model.name, call)
+        error = self.client.failure(model.name, call)
         is_reload = model.phase is Phase.SERVING
         if model.phase not in (Phase.LOADING, Phase.SERVING):
             return  # an unload; if it failed, the model is still READY
         if not error:
-            model.own_config = self._client.config(model.name) or {}
+            model.own_config = self.client.config(model.name) or {}
             if model.death:
                 self._retry(model, model.death, unload=True)
             else:
@@ -298,7 +288,7 @@ class Supervisor:
         elif is_reload:
             self._report("FAILED", model.name, error)
         elif call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            reason = f"its load took longer than {self._load_seconds:g} s (--load-timeout)"
+            reason = f"its load took longer than {self.load_seconds:g} s (--load-timeout)"
             self._give_up(model, reason, "; only a new server can load it if Triton waits for it")
         elif model.death or model.attempts or _DEAD in error:
             self._retry(model, model.death or error)
@@ -307,11 +297,11 @@ class Supervisor:
 
     def _advance(self, model: ModelRecord) -> None:
         """Start a load that is due, and end one that Triton has forgotten."""
-        now = self._clock()
+        now = self.clock()
         if model.phase is Phase.DOWN and model.call is None and not self._missing_part(model):
-            survives = bool(self._monitor.instances(model.name))
+            survives = bool(self.monitor.instances(model.name))
             if survives and now >= model.since + _IDLE_S:
-                self._monitor.kill_idle(model.name)
+                self.monitor.kill_idle(model.name)
             if now >= model.due and (not survives or now >= model.since + _SURVIVORS_S):
                 # Triton does not load a model that is READY, even if all its instances are dead.
                 if self._is_ready(model.name):
@@ -322,9 +312,9 @@ class Supervisor:
         elif (
             model.phase is Phase.LOADING
             and not self._is_ready(model.name)
-            and self._monitor.idle_seconds(model.name) > _ACCEPTED_S
+            and self.monitor.idle_seconds(model.name) > _ACCEPTED_S
         ):
-            self._monitor.kill_idle(model.name)  # the load then fails in Triton
+            self.monitor.kill_idle(model.name)  # the load then fails in Triton
             model.death = model.death or _NOT_ACCEPTED
 
     # --- observations ------------------------------------------------------------------------
@@ -336,7 +326,7 @@ class Supervisor:
         if model is None:
             if not self._is_ready(name):
                 return
-            model = self._models[name] = ModelRecord(name, Phase.DOWN, self._clock())
+            model = self._models[name] = ModelRecord(name, Phase.DOWN, self.clock())
         if model.call is not None:
             return
         is_serving = model.phase is Phase.SERVING
@@ -349,7 +339,7 @@ class Supervisor:
                 model.attempts += 1
         elif self._is_ready(name):
             if not is_serving and not model.is_dead:
-                self._serve(model, self._client.config(name) or {}, "loaded through Triton's API")
+                self._serve(model, self.client.config(name) or {}, "loaded through Triton's API")
                 model.attempts = 0
         elif is_serving and (state is None or state.unloaded):
             del self._models[name]
