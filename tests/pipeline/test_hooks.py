@@ -48,7 +48,6 @@ def engine(
     rows: Rows = ANY_ROWS,
     **overrides: Any,
 ) -> Engine:
-    """Return an engine around a function: input x and output y, both FP32 [-1] by default."""
     settings = build.config(**{"inputs": (_X,), "outputs": (_Y,), **overrides})
     loaded = Loaded(build.artifact(), module, introspection.from_function(module), None, rows)
     loaded_hooks = Hooks(**{name: Hook(name, function) for name, function in hooks.items()})
@@ -56,7 +55,6 @@ def engine(
 
 
 def item(*rows: Any, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return an item with an input x and parameters."""
     tensors: dict[str, Any] = {"x": torch.tensor(rows, dtype=torch.float32)}
     if parameters is None:
         return tensors
@@ -91,10 +89,9 @@ def doubled(x: Tensor) -> Tensor:
     ],
     ids=["array", "reversed array", "list", "tuple", "dict", "mapping", "number"],
 )
-def test_arguments_of_the_module(
+def test_preprocess_returns_one_argument_or_several_or_named_ones(
     returned: Callable[[Tensor], Any], module: Callable[..., Any], batched: bool
 ) -> None:
-    """A dict holds arguments by name, a tuple several arguments, anything else is one argument."""
     model = engine(module, {"preprocess": returned}, max_batch_size=8 if batched else 0)
     sent = item([1.0, 2.0], [3.0, 4.0]) if batched else item(1.0, 2.0)
     assert values(model.run([sent])) == [sent["x"].tolist()]
@@ -110,8 +107,9 @@ def test_arguments_of_the_module(
         (bool, "BOOL", np.array([[True]]), True),
     ],
 )
-def test_annotations(annotation: Any, kind: str, sent: Any, expected: Any) -> None:
-    """A row's value has the annotated type."""
+def test_a_rows_value_has_the_annotated_type(
+    annotation: Any, kind: str, sent: Any, expected: Any
+) -> None:
     received: list[Any] = []
 
     def preprocess(value: Any) -> Tensor:
@@ -127,7 +125,6 @@ def test_annotations(annotation: Any, kind: str, sent: Any, expected: Any) -> No
 
 
 def test_a_hook_that_fills_the_same_dict_for_each_row() -> None:
-    """Each row keeps the tensors of its own call, and each request its own outputs."""
     own: dict[str, Tensor] = {}
 
     def fill(x: Tensor) -> dict[str, Tensor]:
@@ -141,8 +138,7 @@ def test_a_hook_that_fills_the_same_dict_for_each_row() -> None:
     assert values(engine(Recorder(), stack).run([item([1.0], [2.0])])) == [[[2], [4]]]
 
 
-def test_different_shapes_are_different_calls() -> None:
-    """Without collate(), rows that cannot be stacked are different calls."""
+def test_without_collate_rows_that_cannot_be_stacked_are_different_calls() -> None:
     module = Recorder()
     model = engine(module, {"preprocess": doubled})
     outcomes = model.run([item([1.0]), item([1.0, 2.0]), item([3.0])])
@@ -153,8 +149,7 @@ def test_different_shapes_are_different_calls() -> None:
     assert [call.dtype for call in typed.calls] == [torch.float64, torch.float32]
 
 
-def test_collate() -> None:
-    """collate() makes one batch of rows of any type, dicts of inputs without preprocess()."""
+def test_collate_makes_one_batch_of_rows_of_any_type() -> None:
     received: list[Any] = []
 
     def collate(rows: list[Any]) -> Any:
@@ -176,13 +171,6 @@ def test_collate() -> None:
 # --- after the module ------------------------------------------------------------------------
 
 
-def test_parts() -> None:
-    """Each row gets its part of the module's result."""
-    hooks: dict[str, Any] = {"postprocess": lambda row: row["a"]["b"] * 10}
-    model = engine(Recorder(lambda x: {"a": {"b": x}, "c": None}), hooks)
-    assert values(model.run([item([1.0], [2.0]), item([3.0])])) == [[[10], [20]], [[30]]]
-
-
 @pytest.mark.parametrize(
     ("kind", "dims", "returned", "expected"),
     [
@@ -190,7 +178,6 @@ def test_parts() -> None:
         ("FP32", (-1,), [], [[]]),
         ("INT64", (1,), 3, [[3]]),
         ("BF16", (1,), 2.5, [[2.5]]),
-        ("FP32", (1,), 7, [[7]]),
         ("BOOL", (1,), False, [[False]]),
         ("FP64", (2,), np.array([1.0, 2.0]), [[1, 2]]),
         ("INT64", (1,), np.arange(3).argmax(), [[2]]),
@@ -200,8 +187,9 @@ def test_parts() -> None:
         ("BYTES", (2,), np.array(["a", "b"]), [["a", "b"]]),
     ],
 )
-def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any) -> None:
-    """The result of postprocess() becomes the config's output."""
+def test_the_result_of_postprocess_becomes_the_output(
+    kind: str, dims: tuple[int, ...], returned: Any, expected: Any
+) -> None:
     outputs = (build.spec("y", kind, dims),)
     for value in (returned, {"y": returned}):
         hooks = {"postprocess": lambda result, value=value: value}
@@ -211,8 +199,7 @@ def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any)
 # --- parameters ------------------------------------------------------------------------------
 
 
-def test_parameters_of_each_row() -> None:
-    """Every method that takes parameters gets those of its rows."""
+def test_hooks_get_the_parameters_of_their_rows() -> None:
     received: dict[str, Any] = collections.defaultdict(list)
 
     def preprocess(x: Tensor, parameters: Any) -> Tensor:
@@ -236,9 +223,7 @@ def test_parameters_of_each_row() -> None:
     assert received["collate"] == [[3, 3, 5, 5]]  # the last row fills
 
 
-def test_parameters_between_arguments() -> None:
-    """`parameters` may be anywhere among the arguments; it is empty for requests without any."""
-
+def test_parameters_may_be_anywhere_among_the_arguments() -> None:
     def preprocess_batch(parameters: Any, x: Tensor) -> Tensor:
         assert len(parameters) == len(x)
         return x + torch.tensor([[float(row.get("n", 0))] for row in parameters])
@@ -248,8 +233,7 @@ def test_parameters_between_arguments() -> None:
     assert values(outcomes) == [[[8]], [[2], [4]]]
 
 
-def test_parameters_without_preprocessing() -> None:
-    """Hooks after the module get parameters without preprocessing and with optional inputs."""
+def test_parameters_without_preprocessing_and_with_optional_inputs() -> None:
     optional = dataclasses.replace(build.spec("z", dims=(-1,)), optional=True)
 
     def module(x: Tensor, z: Tensor | None = None) -> Tensor:
@@ -279,28 +263,24 @@ def kinds(outcomes: Any) -> list[type]:
     return [type(outcome) for outcome in outcomes]
 
 
-def test_a_failed_row_fails_only_its_request() -> None:
-    """The other requests are answered in one call; the log has no mistakes of clients."""
+def test_a_row_that_preprocess_refuses_fails_only_its_request() -> None:
     module = Recorder()
-    model = engine(module, {"preprocess": picky})
     sent = [item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])]
-    outcomes: list[Any] = list(model.run(sent))
+    outcomes: Any = engine(module, {"preprocess": picky}).run(sent)
     assert kinds(outcomes) == [dict, InputError, ForwardError, InputError, dict]
     assert [len(call) for call in module.calls] == [2]
     assert [outcome.reported for outcome in outcomes[1:4]] == [False, True, False]
-    assert "preprocess() refuses the input: ValueError: negative." in str(outcomes[1])
-    assert "preprocess() raised KeyError: 'zero'." in str(outcomes[2])
     assert "Traceback" in outcomes[2].traceback
 
 
-def test_a_failed_result_fails_only_its_request() -> None:
-    """After a failure of postprocess() the module is not called again."""
+def test_after_a_failure_of_postprocess_the_module_is_not_called_again() -> None:
     module = Recorder()
-    outcomes = engine(module, {"postprocess": picky}).run([item([1.0]), item([-1.0]), item([2.0])])
+    sent = [item([1.0]), item([-1.0]), item([2.0])]
+    outcomes: Any = engine(module, {"postprocess": picky}).run(sent)
     assert kinds(outcomes) == [dict, ForwardError, dict]
     assert [len(call) for call in module.calls] == [3]
-    assert [getattr(outcome, "reported", False) for outcome in outcomes] == [False, True, False]
-    assert "Traceback" in getattr(outcomes[1], "traceback", "")
+    assert outcomes[1].reported
+    assert "Traceback" in outcomes[1].traceback
 
 
 @pytest.mark.parametrize(
@@ -312,21 +292,18 @@ def test_a_failed_result_fails_only_its_request() -> None:
     ],
 )
 def test_a_failed_batch_is_bisected(name: str, kind: type) -> None:
-    """An exception of a method for batches becomes the error of the request that causes it."""
-
     def collate(items: list[Any]) -> Tensor:
         return picky(torch.stack([row["x"] for row in items]))
 
     hook: Callable[..., Any] = collate if name == "collate" else picky
     model = engine(doubled, {name: hook})
-    outcomes: list[Any] = list(model.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])]))
+    outcomes: Any = model.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])])
     assert kinds(outcomes) == [dict, dict, kind, dict]
     assert outcomes[2].reported is (kind is ForwardError)
     assert f"{name}() r" in str(outcomes[2])
 
 
 def test_collate_may_remove_entries_of_its_rows() -> None:
-    """A retry passes whole rows again, and those that fill a batch up are whole, too."""
     prepared: list[float] = []
 
     def preprocess(x: Tensor) -> dict[str, Tensor]:
@@ -346,7 +323,6 @@ def test_collate_may_remove_entries_of_its_rows() -> None:
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook that moves its inputs to the GPU does not change where the outputs go."""
     fake_gpu.install(monkeypatch)
     model = engine(fake_gpu.put, {"preprocess": doubled}, force_cpu_only_input_tensors=False)
     x = torch.ones(1, 2)
@@ -371,8 +347,9 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         ("text", "FP32", "output 'y' is a str"),
     ],
 )
-def test_refused_outputs(returned: Any, kind: str, message: str) -> None:
-    """A result that contradicts the config is the request's error and names the value."""
+def test_a_result_that_contradicts_the_config_is_the_requests_error(
+    returned: Any, kind: str, message: str
+) -> None:
     outputs = (build.spec("y", kind, (1,)),)
     (outcome,) = engine(doubled, {"postprocess": lambda _: returned}, outputs=outputs).run([_ONE])
     assert isinstance(outcome, OutputError | BindingError)
@@ -419,8 +396,9 @@ _ONE, _TWO = item([1.0]), item([1.0], [2.0])
         ),
     ],
 )
-def test_refused_requests(name: str, hook: Any, sent: dict[str, Any], message: str) -> None:
-    """The error of a request names what was found; the next request is served."""
+def test_a_request_is_refused_and_the_next_one_is_served(
+    name: str, hook: Any, sent: dict[str, Any], message: str
+) -> None:
     optional = dataclasses.replace(build.spec("z", dims=(-1,)), optional=True)
     inputs = (_X, optional) if hook is _with_optional else (_X,)
     model = engine(doubled, {name: hook}, inputs=inputs, check_finite=True)
@@ -428,15 +406,6 @@ def test_refused_requests(name: str, hook: Any, sent: dict[str, Any], message: s
     assert message in str(refused)
     assert isinstance(refused, BackendError)
     assert isinstance(served, dict)
-
-
-def test_parts_without_rows() -> None:
-    """A result without a dimension of rows cannot be split for postprocess()."""
-    (outcome,) = engine(lambda x: {"a": x.sum(0)}, {"postprocess": picky}).run(
-        [item([1.0], [2.0], [3.0])]
-    )
-    assert "the result for 3 rows holds a Tensor [1]" in str(outcome)
-    assert "write postprocess_batch()" in str(outcome)
 
 
 # --- load ------------------------------------------------------------------------------------
@@ -447,16 +416,15 @@ def _of_number(x: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "function", "kind", "message"),
+    ("function", "kind", "message"),
     [
-        ("preprocess", lambda x: x, "BYTES", "is BYTES, and preprocess(x) has no annotation for"),
-        ("preprocess", _of_number, "FP32", "'x' is FP32, and preprocess() takes an int"),
+        (lambda x: x, "BYTES", "is BYTES, and preprocess(x) has no annotation for"),
+        (_of_number, "FP32", "'x' is FP32, and preprocess() takes an int"),
     ],
 )
-def test_refused_hooks(name: str, function: Any, kind: str, message: str) -> None:
-    """Strings need an annotation, and types must agree."""
+def test_preprocess_must_take_the_type_of_its_input(function: Any, kind: str, message: str) -> None:
     with pytest.raises(BindingError) as refusal:
-        engine(doubled, {name: function}, inputs=(build.spec("x", kind),))
+        engine(doubled, {"preprocess": function}, inputs=(build.spec("x", kind),))
     assert message in str(refusal.value)
 
 
@@ -465,8 +433,9 @@ _IN_PLACE = {"preprocess": lambda x: x.mul_(2)}
 
 @pytest.mark.parametrize("hooks", [{"preprocess": doubled}, _IN_PLACE, {"postprocess": doubled}])
 @pytest.mark.parametrize("wide", [False, True], ids=["one call", "two calls"])
-def test_models_that_reuse_memory(hooks: dict[str, Any], wide: bool) -> None:
-    """Results keep their values when the next call of the model overwrites its memory."""
+def test_results_keep_their_values_when_the_next_call_reuses_the_memory(
+    hooks: dict[str, Any], wide: bool
+) -> None:
     memory = torch.zeros(4096)
     model = engine(lambda x: memory[: x.numel()].view(x.shape).copy_(x * 2), hooks)
     outcomes = values(model.run([item([1.0]), item([3.0, 5.0] if wide else [3.0])]))
