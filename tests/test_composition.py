@@ -42,9 +42,6 @@ def failing(message: str, code: int) -> Answer:
     return lambda _: InferenceResponse(error=TritonError(message, code))
 
 
-# --- values ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sent", "expected"),
     [
@@ -59,8 +56,9 @@ def failing(message: str, code: int) -> Answer:
         (True, torch.tensor(True)),
     ],
 )
-def test_numbers(sent: Any, expected: torch.Tensor, served: dict[str, Answer]) -> None:
-    """Tensors, arrays and numbers keep their values and types, and return as tensors."""
+def test_numbers_keep_their_values_and_types(
+    sent: Any, expected: torch.Tensor, served: dict[str, Answer]
+) -> None:
     served["other"] = echo
     outputs = model("other")(x=sent)
     assert list(outputs) == ["x"]
@@ -77,23 +75,21 @@ def test_numbers(sent: Any, expected: torch.Tensor, served: dict[str, Answer]) -
         ("a", b"a"),
     ],
 )
-def test_strings(sent: Any, expected: Any, served: dict[str, Answer]) -> None:
-    """Strings and bytes of any shape return as arrays of bytes."""
+def test_strings_return_as_arrays_of_bytes(
+    sent: Any, expected: Any, served: dict[str, Answer]
+) -> None:
     served["other"] = echo
     assert model("other")(x=sent)["x"].tolist() == expected
 
 
 @pytest.mark.parametrize("sent", [None, [1, 2], [["a"], ["b", "c"]]])
-def test_invalid_values(sent: Any, served: dict[str, Answer]) -> None:
-    """A value that cannot be sent raises an error with the input and the type."""
+def test_a_value_that_cannot_be_sent_is_named(sent: Any, served: dict[str, Answer]) -> None:
     served["other"] = echo
-    with pytest.raises(CallError) as error:
+    with pytest.raises(CallError, match=f"input 'x' was given a {type(sent).__name__}"):
         model("other")(x=sent)
-    assert f"its input 'x' was given a {type(sent).__name__}" in str(error.value)
 
 
-def test_version_and_parameters(served: dict[str, Answer]) -> None:
-    """Version and parameters are sent with the request; inputs may have any name."""
+def test_version_parameters_and_inputs_of_any_name_are_sent(served: dict[str, Answer]) -> None:
     requests: list[InferenceRequest] = []
 
     def record(request: InferenceRequest) -> InferenceResponse:
@@ -109,18 +105,13 @@ def test_version_and_parameters(served: dict[str, Answer]) -> None:
     assert [tensor.name() for tensor in requests[0].inputs()] == ["self", "ARGS[0]"]
 
 
-# --- errors ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [
-        (TritonError.INVALID_ARG, "INVALID_ARG"),
-        (TritonError.NOT_FOUND, "INTERNAL"),
-    ],
+    [(TritonError.INVALID_ARG, "INVALID_ARG"), (TritonError.NOT_FOUND, "INTERNAL")],
 )
-def test_errors_of_the_model(code: int, expected: str, served: dict[str, Answer]) -> None:
-    """An error of the other model is raised, in one line and without paths of the server."""
+def test_an_error_of_the_model_is_raised_without_paths(
+    code: int, expected: str, served: dict[str, Answer]
+) -> None:
     served["other"] = failing("bad input in /srv/models/other/1/model.py\nTraceback", code)
     with pytest.raises(CallError) as error:
         model("other")(x=torch.ones(1))
@@ -128,8 +119,7 @@ def test_errors_of_the_model(code: int, expected: str, served: dict[str, Answer]
     assert error.value.code == expected
 
 
-def test_triton_raises(served: dict[str, Answer]) -> None:
-    """Errors of Triton itself, as for a decoupled or an unknown model, become CallErrors."""
+def test_errors_of_triton_itself_become_call_errors(served: dict[str, Answer]) -> None:
     with pytest.raises(CallError, match="model 'absent': it answers: Failed for execute"):
         model("absent")(x=torch.ones(1))
 
@@ -143,9 +133,9 @@ def test_triton_raises(served: dict[str, Answer]) -> None:
         asyncio.run(model("other").asynchronously())
 
 
-def test_a_timeout_of_another(served: dict[str, Answer]) -> None:
-    """A TimeoutError in a call without a time limit is raised as it is."""
-
+def test_a_timeout_error_without_a_time_limit_is_raised_as_it_is(
+    served: dict[str, Answer],
+) -> None:
     def raises(_: InferenceRequest) -> InferenceResponse:
         raise TimeoutError("of a socket")
 
@@ -154,20 +144,24 @@ def test_a_timeout_of_another(served: dict[str, Answer]) -> None:
         model("other")()
 
 
-def test_a_model_calls_itself(served: dict[str, Answer]) -> None:
-    """A model that calls itself fails at once: it would wait for itself."""
+def test_a_model_that_calls_itself_fails_at_once(served: dict[str, Answer]) -> None:
     served["caller"] = echo
     with pytest.raises(CallError, match="the model calls itself, which would deadlock"):
         model("caller")(x=torch.ones(1))
 
 
-def test_timeout(served: dict[str, Answer]) -> None:
-    """A call that exceeds its timeout raises an error."""
+def test_a_call_that_exceeds_its_timeout_raises(served: dict[str, Answer]) -> None:
     late = threading.Event()
 
     def waits(sent: InferenceRequest) -> InferenceResponse:
         late.wait(60)
         return echo(sent)
+
+    async def wait_in_vain() -> None:
+        try:
+            await model("late", timeout=0.05).asynchronously(x=torch.ones(1))
+        finally:
+            late.set()
 
     served["late"], served["prompt"] = waits, echo
     try:
@@ -175,7 +169,7 @@ def test_timeout(served: dict[str, Answer]) -> None:
             model("late", timeout=0.05)(x=torch.ones(1))
         assert error.value.code == "UNAVAILABLE"
         with pytest.raises(CallError, match="no answer came"):
-            asyncio.run(_shut_late(late))
+            asyncio.run(wait_in_vain())
     finally:
         late.set()
     assert model("prompt", timeout=60)(x=torch.ones(1))["x"].tolist() == [1]
@@ -184,15 +178,7 @@ def test_timeout(served: dict[str, Answer]) -> None:
         model("prompt", timeout=60)()
 
 
-async def _shut_late(late: threading.Event) -> None:
-    try:
-        await model("late", timeout=0.05).asynchronously(x=torch.ones(1))
-    finally:
-        late.set()
-
-
-def test_asynchronous_calls(served: dict[str, Answer]) -> None:
-    """Asynchronous calls run at the same time."""
+def test_asynchronous_calls_run_at_the_same_time(served: dict[str, Answer]) -> None:
     both = threading.Barrier(2, timeout=60)
 
     def meets(sent: InferenceRequest) -> InferenceResponse:
@@ -208,21 +194,15 @@ def test_asynchronous_calls(served: dict[str, Answer]) -> None:
     assert [outputs["x"].tolist() for outputs in asyncio.run(run())] == [[1], [2]]
 
 
-# --- without a server ------------------------------------------------------------------------
-
-
-def test_without_server() -> None:
-    """Outside a server, a call raises an error that names `stand_in`."""
-    with pytest.raises(CallError) as error:
+def test_a_call_without_a_server_names_stand_in() -> None:
+    with pytest.raises(CallError, match="called with x, y where no server executes") as error:
         model("other")(x=1, y=2)
-    assert "it was called with x, y where no server executes requests" in str(error.value)
     assert "torch_py_backend.composition.stand_in" in str(error.value)
     with pytest.raises(CallError):
         asyncio.run(model("other").asynchronously())
 
 
-def test_stand_in() -> None:
-    """Functions replace models until the end of the block."""
+def test_functions_stand_in_for_models_until_the_end_of_the_block() -> None:
     with stand_in({"other": lambda x: {"y": x + 1}}):
         assert model("other")(x=1) == {"y": 2}
         assert asyncio.run(model("other").asynchronously(x=2)) == {"y": 3}
@@ -231,6 +211,8 @@ def test_stand_in() -> None:
     with pytest.raises(CallError):
         model("other")(x=1)
 
+
+# --- in a server -----------------------------------------------------------------------------
 
 _HEAD = """\
 from torch import Tensor, nn
@@ -264,7 +246,6 @@ class Hooks:
 def start(
     tmp_path: Path, process: None, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., TritonPythonModel]:
-    """A function that starts a model in a server."""
     monkeypatch.setattr(composition, "_transport", composition.Transport())
 
     def start(code: str, **options: dict[str, str]) -> TritonPythonModel:
@@ -278,8 +259,9 @@ def start(
     return start
 
 
-def test_in_a_server(start: Callable[..., TritonPythonModel], served: dict[str, Answer]) -> None:
-    """A served model calls others once it is loaded; their error codes are passed on."""
+def test_a_served_model_passes_on_the_error_codes_of_others(
+    start: Callable[..., TritonPythonModel], served: dict[str, Answer]
+) -> None:
     served["other"] = echo
     model = start(_IN_FORWARD)
     assert "the warm-up is skipped" in "".join(logged("warn"))
@@ -294,10 +276,10 @@ def test_in_a_server(start: Callable[..., TritonPythonModel], served: dict[str, 
 
 @pytest.mark.parametrize("code", [_IN_FORWARD, _IN_PREPROCESS], ids=["in forward", "in preprocess"])
 @pytest.mark.parametrize("retried", ["", "true"], ids=["default", "retried"])
-def test_batches_that_called_other_models(
+def test_forward_that_called_other_models_is_not_called_again(
     code: str, retried: str, start: Callable[..., TritonPythonModel], served: dict[str, Answer]
 ) -> None:
-    """forward() is not called again: the other model would get its rows twice."""
+    # The other model would get its rows twice.
     rows: list[int] = []
 
     def counted(sent: InferenceRequest) -> InferenceResponse:

@@ -15,14 +15,11 @@ from torch_py_backend.errors import (
 
 
 class BrokenTextError(Exception):
-    """An exception whose __str__ raises."""
-
     def __str__(self) -> str:
         raise RuntimeError
 
 
-def test_codes() -> None:
-    """Codes separate invalid requests, failures, and errors that a retry may solve."""
+def test_codes_separate_invalid_requests_failures_and_what_a_retry_may_solve() -> None:
     classes = inspect.getmembers(errors, inspect.isclass)
     codes = {name: kind.code for name, kind in classes if issubclass(kind, BackendError)}
     assert {name: code for name, code in codes.items() if code != "INTERNAL"} == {
@@ -43,8 +40,9 @@ def test_codes() -> None:
         ("no part.", "", "Go.", "no part. Go."),
     ],
 )
-def test_message(found: str, expected: str, cure: str, message: str) -> None:
-    """A message says what was found, what was expected and what to do; `about` adds the model."""
+def test_a_message_says_what_was_found_and_expected_and_what_to_do(
+    found: str, expected: str, cure: str, message: str
+) -> None:
     error = ModelError(found, expected=expected, cure=cure)
     assert str(error) == message
     with pytest.raises(ModelError) as raised, errors.about("digits"):
@@ -55,21 +53,16 @@ def test_message(found: str, expected: str, cure: str, message: str) -> None:
 @pytest.mark.parametrize(
     "error", [errors.ToolError("no folder."), errors.CallError("other", "it answers: no.")]
 )
-def test_no_name(error: BackendError) -> None:
-    """An error about no model, or about a called one, does not get the model's name."""
+def test_an_error_about_no_model_or_a_called_one_does_not_get_the_name(
+    error: BackendError,
+) -> None:
     assert errors.named("digits", error) == str(error)
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (8, "n0, n1, n2, n3, n4, n5, n6, n7"),
-        (9, "n0, n1, n2, n3, n4, n5, n6, n7 and 1 more"),
-    ],
-)
-def test_joined_names(count: int, text: str) -> None:
-    """At most eight names are shown, with the number of the others."""
-    assert join_names(f"n{number}" for number in range(count)) == text
+def test_at_most_eight_names_are_shown() -> None:
+    eight = "n0, n1, n2, n3, n4, n5, n6, n7"
+    assert join_names(f"n{number}" for number in range(8)) == eight
+    assert join_names(f"n{number}" for number in range(9)) == f"{eight} and 1 more"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +90,7 @@ def test_joined_names(count: int, text: str) -> None:
         ("Größe 3, 大", ": Größe 3, 大"),
     ],
 )
-def test_summary(message: str, text: str) -> None:
-    """The text is one line with type and message, without folders of the server."""
+def test_a_summary_is_one_line_without_folders_of_the_server(message: str, text: str) -> None:
     assert summarize(ValueError(message)) == f"ValueError{text}"
 
 
@@ -115,17 +107,12 @@ for quote, part, count in itertools.product(("", "'", '"', "'\\""), parts, (10_0
 """
 
 
-def test_summary_of_long_texts() -> None:
-    """A message with a client's text of 10,000 slashes, or of others, is read in linear time."""
+def test_a_message_with_a_clients_text_is_read_in_linear_time() -> None:
     # In a process of its own: a search holds the GIL, so nothing here could end it.
     subprocess.run([sys.executable, "-c", _LONG_TEXTS], check=True, timeout=120)
 
 
-def test_any_summary_can_be_sent() -> None:
-    """The text is bounded and can be encoded as UTF-8, whatever the message contains.
-
-    A KeyError has its key, an exception without a working text its type.
-    """
+def test_any_summary_is_bounded_and_can_be_sent() -> None:
     assert summarize(KeyError("x")) == "KeyError: 'x'"
     assert summarize(ValueError()) == "ValueError"
     assert summarize(BrokenTextError()) == "BrokenTextError"
@@ -134,9 +121,7 @@ def test_any_summary_can_be_sent() -> None:
     assert len(summarize(ValueError("x" * 10_000))) == 500
 
 
-def test_summary_of_torchscript() -> None:
-    """Of a TorchScript traceback only the message of the error is kept."""
-
+def test_of_a_traceback_of_torchscript_the_message_is_kept() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x @ x
 

@@ -5,6 +5,7 @@ Examples are the same in every run (see the profile in conftest.py).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.config import dtypes, model_config, options
+from torch_py_backend.config import dtypes, options
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
 from torch_py_backend.loading.loaded import Loaded
@@ -31,7 +32,6 @@ Result = TypeVar("Result")
 
 
 def _result(call: Callable[[], Result]) -> Result | LoadError:
-    """Return the result of a call, or its LoadError; nothing else may be raised."""
     try:
         return call()
     except LoadError as error:
@@ -65,8 +65,7 @@ _NAMES = st.sampled_from(["x", "y", "INPUT__0", "ARGS[0]"]) | st.text(max_size=8
 
 
 @given(_KEYS, _TEXTS)
-def test_options_are_parsed_or_refused(key: str, text: str) -> None:
-    """Any text of an option is parsed, or raises a LoadError."""
+def test_any_text_of_an_option_is_parsed_or_refused(key: str, text: str) -> None:
     assert _result(lambda: options.parse({key: {"string_value": text}}))
 
 
@@ -99,19 +98,23 @@ def _numbered(trees: Sequence[Any]) -> tuple[list[Any], list[str]]:
     return [visit(tree, f"ARGS[{index}]") for index, tree in enumerate(trees)], paths
 
 
+def _argument(
+    name: str, *, required: bool = True, passing: Passing = Passing.POSITIONAL_OR_KEYWORD
+) -> Argument:
+    return Argument(name, required, passing, ArgumentType.TENSOR, name)
+
+
 def _called(inputs: InputBinding) -> Any:
     """Return the arguments of a module if each column is its own name."""
     return inputs.call(lambda *args, **kwargs: (args, kwargs), inputs.names)
 
 
 @given(st.lists(_TREES, min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_paths_feed_their_leaves(trees: list[Any], random: Any) -> None:
-    """For any call tree and any order of the config, each leaf gets the input of its path."""
+def test_in_any_call_tree_each_leaf_gets_the_input_of_its_path(
+    trees: list[Any], random: Any
+) -> None:
     expected, paths = _numbered(trees)
-    arguments = tuple(
-        Argument(f"argument{index}", True, Passing.POSITIONAL_OR_KEYWORD, ArgumentType.TENSOR, "")
-        for index in range(len(trees))
-    )
+    arguments = tuple(_argument(f"argument{index}") for index in range(len(trees)))
     random.shuffle(paths)
     args, kwargs = _called(binding.bind_inputs(paths, Signature(arguments)))
     assert list(args) == expected
@@ -124,10 +127,9 @@ def test_paths_feed_their_leaves(trees: list[Any], random: Any) -> None:
     st.randoms(use_true_random=False),
     st.booleans(),
 )
-def test_programs_get_their_own_tree(
+def test_a_program_gets_each_leaf_where_it_was_exported(
     trees: list[Any], keywords: dict[str, Any], random: Any, numbers: bool
 ) -> None:
-    """An exported program gets each leaf where it was exported, by path or by number."""
     leaf = object()
     tree: Any = pytree.tree_map(
         lambda _: leaf, (tuple(trees), keywords), is_leaf=lambda node: node is None
@@ -145,18 +147,12 @@ def test_programs_get_their_own_tree(
 
 
 @given(st.lists(_NAMES, min_size=1, max_size=5), st.integers(1, 4), st.booleans())
-def test_any_names_bind_or_are_refused(names: list[str], count: int, rest: bool) -> None:
-    """Names of any spelling feed forward() once each, or raise a LoadError."""
-    arguments = [
-        Argument(
-            f"a{index}", index == 0, Passing.POSITIONAL_OR_KEYWORD, ArgumentType.TENSOR, f"a{index}"
-        )
-        for index in range(count)
-    ]
+def test_names_of_any_spelling_feed_forward_once_each_or_are_refused(
+    names: list[str], count: int, rest: bool
+) -> None:
+    arguments = [_argument(f"a{index}", required=index == 0) for index in range(count)]
     if rest:
-        arguments.append(
-            Argument("more", False, Passing.VAR_POSITIONAL, ArgumentType.TENSOR, "*more")
-        )
+        arguments.append(_argument("more", required=False, passing=Passing.VAR_POSITIONAL))
     result = _result(lambda: binding.bind_inputs(names, Signature(tuple(arguments))))
     if not isinstance(result, LoadError):
         assert sorted(pytree.tree_leaves(_called(result))) == sorted(names)
@@ -169,7 +165,6 @@ _NUMBERS = [dtype for dtype in dtypes.TABLE if dtype.numpy not in (None, "object
 
 @st.composite
 def _rows(draw: st.DrawFn) -> Rows:
-    """Return the numbers of rows that a model takes: any, a range, or buckets."""
     buckets = sorted(draw(st.sets(st.integers(1, 16), max_size=4)))
     if buckets:
         return Rows(buckets[0], buckets[-1], tuple(buckets))
@@ -197,7 +192,6 @@ def _value(shape: Sequence[int], kind: dtypes.DType, start: int) -> Any:
 def test_rows_return_to_their_items(
     sizes: list[int], shape: list[int], kind: dtypes.DType, rows: Rows, tensors: bool
 ) -> None:
-    """After gather, fit, join and scatter, each item has its own rows."""
     sent = [_value((size, *shape), kind, 7 * index) for index, size in enumerate(sizes)]
     if tensors and kind.triton != "BYTES":
         sent = [torch.from_numpy(value) for value in sent]
@@ -214,26 +208,20 @@ def _identity(ids: Any, mask: Any) -> dict[str, Any]:
     return {"y": ids, "kept": mask}
 
 
-_ARGUMENTS = tuple(
-    Argument(name, True, Passing.POSITIONAL_OR_KEYWORD, ArgumentType.TENSOR, name)
-    for name in ("ids", "mask")
-)
-
-
 def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
     """Return an engine of a model that returns its inputs, with PAD."""
-    ids = build.spec("ids", "INT64", (-1,))
-    inputs = (ids, build.spec("mask", "INT64", (-1,)))
+    ids, mask, y, kept = (build.spec(name, "INT64", (-1,)) for name in ("ids", "mask", "y", "kept"))
     settings = build.config(
-        inputs=tuple(
-            model_config.TensorSpec(spec.name, spec.dtype, spec.dims, spec.name == "mask", True)
-            for spec in inputs
+        inputs=(
+            dataclasses.replace(ids, ragged=True),
+            dataclasses.replace(mask, ragged=True, optional=True),
         ),
-        outputs=(build.spec("y", "INT64", (-1,)), build.spec("kept", "INT64", (-1,))),
+        outputs=(y, kept),
         max_batch_size=16,
         pad={"ids": {**pad, "mask": "mask", "outputs": ["y", "kept"]}},
     )
-    loaded = Loaded(build.artifact(), _identity, Signature(_ARGUMENTS), None, rows)
+    signature = Signature((_argument("ids"), _argument("mask")))
+    loaded = Loaded(build.artifact(), _identity, signature, None, rows)
     return Engine(settings, loaded, torch.device("cpu"))
 
 
@@ -254,7 +242,6 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
 def test_padded_items_get_their_own_back(
     shapes: list[tuple[int, int, bool]], pad: dict[str, Any], rows: Rows
 ) -> None:
-    """Items of any lengths share a batch, with and without a mask, and keep their own lengths."""
     engine = _padded_engine(pad, rows)
     items: list[Item] = []
     for number, (count, length, masked) in enumerate(shapes):

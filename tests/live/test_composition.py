@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,6 @@ import serving
 import tritonclient.grpc
 from scenarios import config, hooked, tensor
 from tritonclient.utils import InferenceServerException
-
-from torch_py_backend.server.client import ModelState
 
 _CALLS = """\
 import asyncio
@@ -104,42 +101,29 @@ _MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A running server, and its client."""
-
-    states: dict[str, ModelState]
-    client: tritonclient.grpc.InferenceServerClient
-
-    def infer(self, name: str, **inputs: Any) -> Any:
-        """The output y."""
-        arrays = {
-            key: np.array(value, dtype=np.float32 if key == "x" else np.object_)
-            for key, value in inputs.items()
-        }
-        sent = serving.infer_inputs(tritonclient.grpc, arrays)
-        return self.client.infer(name, sent, client_timeout=60).as_numpy("y").tolist()
-
-
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
-    """A server with models that call each other."""
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Return the output y of a model, on a server with models that call each other."""
     folder = tmp_path_factory.mktemp("composition")
     for name, (code, text) in _MODELS.items():
         (folder / "repository" / name / "1").mkdir(parents=True)
         (folder / "repository" / name / "config.pbtxt").write_text(text)
         if code:
             hooked(_CALLS + code)(folder / "repository" / name / "1")
-    with serving.running(folder, ready=False) as server:
-        states = {state.name: state for state in server.client.models()}
+
+    def ask(name: str, **inputs: Any) -> Any:
+        arrays = {
+            key: np.array(value, dtype=np.float32 if key == "x" else np.object_)
+            for key, value in inputs.items()
+        }
+        sent = serving.infer_inputs(tritonclient.grpc, arrays)
+        return client.infer(name, sent, client_timeout=60).as_numpy("y").tolist()
+
+    # Models whose warm-up calls others load beside them, in whatever order.
+    with serving.running(folder) as server:
         client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
-        yield Asked(states, client)
+        yield ask
         client.close()
-
-
-def test_all_load(asked: Asked) -> None:
-    """Models whose warm-up calls others load beside them, in whatever order."""
-    assert {name: one.reason for name, one in asked.states.items() if not one.ready} == {}
 
 
 @pytest.mark.parametrize(
@@ -151,10 +135,11 @@ def test_all_load(asked: Asked) -> None:
         ("ensemble", {"text": [["four"], ["seven"]]}, [[8.0], [10.0]]),
     ],
 )
-def test_answers(name: str, inputs: dict[str, Any], expected: Any, asked: Asked) -> None:
-    """From forward(), from hooks, asynchronously, and as members of an ensemble."""
+def test_models_answer_each_other(
+    name: str, inputs: dict[str, Any], expected: Any, ask: Callable[..., Any]
+) -> None:
     for _ in range(3):
-        assert asked.infer(name, **inputs) == expected
+        assert ask(name, **inputs) == expected
 
 
 @pytest.mark.parametrize(
@@ -169,21 +154,21 @@ def test_answers(name: str, inputs: dict[str, Any], expected: Any, asked: Asked)
         ("ensemble", {"text": [[""]]}, "INVALID_ARGUMENT", "ValueError: no letters"),
     ],
 )
-def test_errors(name: str, inputs: dict[str, Any], code: str, says: str, asked: Asked) -> None:
-    """The error of who was called, with the code that it means for the client."""
+def test_the_client_gets_the_error_and_the_code_of_who_was_called(
+    name: str, inputs: dict[str, Any], code: str, says: str, ask: Callable[..., Any]
+) -> None:
     with pytest.raises(InferenceServerException) as refusal:
-        asked.infer(name, **inputs)
+        ask(name, **inputs)
     assert says in refusal.value.message()
     assert code in refusal.value.status()
     assert "Traceback" not in refusal.value.message()
 
 
-def test_timeout(asked: Asked) -> None:
-    """An answer that comes too late is an error with its code, and disturbs no later call."""
+def test_an_answer_that_comes_too_late_disturbs_no_later_call(ask: Callable[..., Any]) -> None:
     call = [["double"]]
     with pytest.raises(InferenceServerException) as refusal:
-        asked.infer("caller", x=[[100.0]], call=call)
+        ask("caller", x=[[100.0]], call=call)
     assert "no answer came within 0.5 seconds" in refusal.value.message()
     assert "UNAVAILABLE" in refusal.value.status()
-    assert asked.infer("double", x=[[0.0]]) == [[0.0]]  # once it is done with the late one
-    assert asked.infer("caller", x=[[0.0]], call=call) == [[1.0]]
+    assert ask("double", x=[[0.0]]) == [[0.0]]  # once it is done with the late one
+    assert ask("caller", x=[[0.0]], call=call) == [[1.0]]
