@@ -1,17 +1,15 @@
-"""`serve URL` against a server of S3 and one of the Hugging Face hub."""
+"""`serve URL` against a server of S3."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import stores
 import supervised
 import torch
-import tritonclient.grpc
 
 pytestmark = [pytest.mark.server]
 
@@ -67,34 +65,6 @@ def test_starts(s3: stores.S3, tmp_path: Path) -> None:
             log = served.log
         assert ("Serving the files that were fetched last." in log) != store_runs
         assert stores.SECRET not in log
-
-
-@pytest.mark.slow
-def test_a_model_of_the_hugging_face_hub(tmp_path: Path) -> None:
-    """It becomes a model folder, whose inputs are tensors."""
-    transformers = pytest.importorskip("transformers")
-    settings = transformers.BertConfig(
-        vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    torch.manual_seed(0)
-    bert = transformers.BertModel(settings, add_pooling_layer=False).eval()
-    bert.save_pretrained(tmp_path / "net")
-    ids = np.arange(6, dtype=np.int64)[None]
-    with torch.inference_mode():
-        expected = bert(torch.from_numpy(ids)).last_hidden_state.numpy()
-    cache = f"--cache={tmp_path / 'cache'}"
-    with (
-        stores.hugging_face_hub(stores.files_in(tmp_path / "net")) as address,
-        supervised.serve(
-            "hf://organization/net", cache, HF_ENDPOINT=address, HF_HUB_OFFLINE="0"
-        ) as served,
-    ):
-        served.wait_loaded()
-        with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
-            tensor = tritonclient.grpc.InferInput("input_ids", [1, 6], "INT64")
-            tensor.set_data_from_numpy(ids)
-            answer = client.infer("net", [tensor]).as_numpy("last_hidden_state")
-    np.testing.assert_allclose(answer, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_refused(s3: stores.S3, tmp_path: Path) -> None:

@@ -6,13 +6,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
+import command_line
 import fsspec
 import pytest
 from stores import files_in
 
+from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import ToolError
 from torch_py_backend.model_folders import remote_repository
+from torch_py_backend.processes import child_process
 
 _URL = "memory://bucket/models"
 _FILES = {"a/config.pbtxt": b"x", "a/1/model.pt": b"weights"}
@@ -114,3 +118,27 @@ def test_refused_caches_and_urls(tmp_path: Path) -> None:
         remote_repository.local(_URL, tmp_path / "open", print)
     with pytest.raises(ToolError, match="holds credentials"):
         remote_repository.local("s3://id:key@bucket/models", tmp_path / "cache", print)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("process")
+def test_a_model_of_the_hugging_face_hub_becomes_a_model_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its inputs are tensors."""
+    transformers = pytest.importorskip("transformers")
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    settings = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+
+    def download(name: str, *, revision: str, local_dir: Path) -> None:
+        assert (name, revision) == ("organization/net", "main")
+        transformers.BertModel(settings).save_pretrained(local_dir)
+        (local_dir / ".cache" / "huggingface").mkdir(parents=True)
+
+    fetch = create_autospec(huggingface_hub.snapshot_download, side_effect=download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(child_process, "run", command_line.here)
+    repository = remote_repository.local("hf://organization/net@main", tmp_path, print)
+    assert pbtxt.read(repository / "net")["input"][0]["name"] == "input_ids"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
-import threading
-from collections.abc import Callable, Iterator
+import http.client
+import io
+import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -86,51 +88,20 @@ def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> Non
 # --- states ----------------------------------------------------------------------------------
 
 
-class _Answer(http.server.BaseHTTPRequestHandler):
-    """Answers with a body that may be shorter than announced."""
-
-    body, length = b"", 0
-
-    def do_POST(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(self.length))
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    do_GET = do_POST  # noqa: N815  http.server's name
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
-@pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes, int], TritonClient]]:
-    """A function that returns a client of a server whose answers have this body and length."""
-    with http.server.HTTPServer(("127.0.0.1", 0), _Answer) as service:
-        threading.Thread(target=service.serve_forever, daemon=True).start()
-
-        def client(body: bytes, length: int) -> TritonClient:
-            monkeypatch.setattr(_Answer, "body", body)
-            monkeypatch.setattr(_Answer, "length", length)
-            return TritonClient(f"127.0.0.1:{service.server_port}", "")
-
-        yield client
-        service.shutdown()
-
-
-def test_names_that_are_not_utf_8(answering: Callable[[bytes, int], TritonClient]) -> None:
+def test_names_that_are_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = TritonClient("", "")
     body = b'[{"name": "gr\xfc\xdfe"}, {"name": "net"}]'
-    states = answering(body, len(body)).models()
-    assert [state.name for state in states] == ["gr\ufffd\ufffde", "net"]
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(body))
+    assert [state.name for state in client.models()] == ["gr\ufffd\ufffde", "net"]
     body = b'{"name": "na\xefve"}'
-    assert answering(body, len(body)).config("m") == {"name": "na\ufffdve"}
+    assert client.config("m") == {"name": "na\ufffdve"}
 
 
-def test_a_server_that_dies_during_an_answer_does_not_answer(
-    answering: Callable[[bytes, int], TritonClient],
-) -> None:
+def test_a_server_that_dies_during_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    incomplete = Mock(side_effect=http.client.IncompleteRead(b"["))
+    monkeypatch.setattr(urllib.request, "urlopen", incomplete)
     with pytest.raises(ConnectionError, match="IncompleteRead"):
-        answering(b"[", 100).models()
+        TritonClient("", "").models()
 
 
 def _version(number: str, state: str, reason: str = "") -> dict[str, str]:
