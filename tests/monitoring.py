@@ -88,14 +88,14 @@ def known() -> dict[str, Family | None]:
 
 def table() -> str:
     """The table of metrics, as the code has it; what is written by hand is kept."""
-    columns = ("metric", "type", "description", "unit", "models", "what a change means")
+    columns = ("metric", "type", "description", "models", "what a change means")
     kept = written_by_hand()
     rows = [f"{_row(row)}{' | '.join(kept.get(row.name, []))} |" for row in metric_families.TABLE]
     return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows])
 
 
 def written_by_hand() -> dict[str, list[str]]:
-    """The unit of each metric, the models that report it, and what a change means."""
+    """The models that report each metric, and what a change means."""
     rows = [line.strip("| ").split(" | ") for line in table_in_page().splitlines()[2:]]
     return {cells[0].split("`")[1]: cells[3:] for cells in rows}
 
