@@ -79,14 +79,8 @@ def _run(code: str, seconds: float = 60, *, quiet: bool = False) -> Any:
     return child_process.run("tasks:execute", {"code": code}, seconds, quiet=quiet)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        pytest.param({"input": [{"größe → \U0001f600\n\x00\udcff": [-1, None]}]}, id="nested"),
-        pytest.param({"error": "only a value"}, id="looks-like-an-error"),
-    ],
-)
-def test_result(value: Any) -> None:
+def test_json_arguments_and_results() -> None:
+    value = {"error": "only a value", "größe → \U0001f600\n\x00\udcff": [-1, None]}
     assert child_process.run("tasks:echo", {"value": value}, 60) == value
 
 
@@ -114,11 +108,10 @@ def test_functions_that_misbehave(
     assert _run(code) == result
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_prints_go_to_standard_error_in_utf_8_or_nowhere(
-    encoding: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     _run(_PRINTS, quiet=True)
     assert capfd.readouterr() == ("", "")
     _run(_PRINTS)

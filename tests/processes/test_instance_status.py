@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,20 +64,13 @@ def test_without_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("parameters", "limit"), [({}, None), ({"EXECUTION_TIMEOUT_MS": "250"}, 250)]
-)
-def test_identity(parameters: dict[str, str], limit: int | None, folder: Path) -> None:
-    instance_status.start(_config(**parameters))
-    assert _reader(folder).identity == (os.getpid(), "grüße", "grüße_0_1", limit, False)
-    assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o600] * 2
-
-
 def test_states_follow_the_calls(folder: Path) -> None:
     """A normal end removes the file."""
     before = time.monotonic()
-    status = instance_status.start(_config())
+    status = instance_status.start(_config(EXECUTION_TIMEOUT_MS="250"))
     reader = _reader(folder)
+    assert reader.identity == (os.getpid(), "grüße", "grüße_0_1", 250, False)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o600] * 2
     statuses = [reader.read()]
     for report in (status.idle, status.busy, status.idle):
         report()
@@ -103,18 +95,6 @@ def test_poisoned_stays_poisoned(folder: Path) -> None:
     assert reader.read().state is InstanceState.POISONED
     assert reader.report()["poisoned"] == "an illegal address: größer"
     assert _reader(folder).identity.model == "grüße"
-
-
-@pytest.mark.parametrize("suffix", [".status", ".json"])
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
-def test_files_that_cannot_be_read(
-    damage: Callable[[Path], object], suffix: str, folder: Path
-) -> None:
-    instance_status.start(_config())
-    (path,) = instance_status.files(folder)
-    damage(path.with_suffix(suffix))
-    with pytest.raises((ValueError, OSError)):
-        Reader(path)
 
 
 def test_a_report_that_is_damaged_later_says_nothing(folder: Path) -> None:

@@ -56,7 +56,6 @@ def test_both_spellings_of_arguments() -> None:
         ("--exit-timeout-secs=soon", "invalid int"),
         ("--load-model", "expected one argument"),
         ("--model-control-mode=poll", "sets it itself"),
-        ("--http-restricted-api=trace:k=v", "sets it itself"),
         ("--http-port 1", "sets it itself"),
     ],
 )
@@ -69,12 +68,6 @@ def test_restrictions_are_as_documented() -> None:
     arguments = tritonserver.restriction_arguments(tritonserver.SENSITIVE, "SECRET")
     assert arguments == _DOCUMENTED
     assert tritonserver.restriction_arguments([], "SECRET") == []
-
-
-@pytest.mark.parametrize("name", ["repository", "trace:k"])
-def test_a_misspelt_endpoint_does_not_stay_open(name: str) -> None:
-    with pytest.raises(ToolError, match="health, metadata, inference"):
-        tritonserver.restriction_arguments(["trace", name], "SECRET")
 
 
 # --- ports -------------------------------------------------------------------------------------
