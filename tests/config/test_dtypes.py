@@ -21,8 +21,7 @@ def test_names_in_a_config() -> None:
             dtypes.parse("x", name)
 
 
-def test_names_in_torch_and_numpy() -> None:
-    """The names in torch and numpy mean the same type, of the size in Triton's name."""
+def test_names_in_torch_and_numpy_mean_the_same_type() -> None:
     for dtype in dtypes.TABLE[:-1]:  # without strings
         torch_dtype: torch.dtype = getattr(torch, str(dtype.torch))
         digits = "".join(filter(str.isdigit, dtype.triton)) or "8"  # BOOL: one byte

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import build
 import fake_triton
@@ -17,25 +16,19 @@ from torch_py_backend.config import execution_env
 _HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def _document(value: str) -> dict[str, Any]:
-    parameters = {execution_env.KEY: {"string_value": value}} if value else {}
-    return {"name": "net", "parameters": parameters}
-
-
 def _folder(path: Path, python: str) -> Path:
     (path / "lib" / f"python{python}" / "site-packages").mkdir(parents=True)
     (path / "bin").mkdir()
     return path
 
 
-def test_stub_in_an_environment_for_another_python(
+def test_another_python_is_refused_in_completion_and_load(
     process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The load fails with both versions, during completion and during the load."""
     folder = _folder(tmp_path / "env", "3.99")
     monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
     message = rf"environment for Python 3\.99, and the server's stub runs Python {_HERE}"
-    arguments = build.arguments(parameters=_document("env.tar.gz")["parameters"])
+    arguments = build.arguments(parameters={execution_env.KEY: {"string_value": "env.tar.gz"}})
     model = TritonPythonModel()
     with pytest.raises(fake_triton.TritonModelException, match=message):
         fake_triton.completed(model, arguments)
@@ -46,10 +39,9 @@ def test_stub_in_an_environment_for_another_python(
 @pytest.mark.parametrize(
     ("named", "python"), [("", "3.99"), ("env.tar.gz", _HERE), ("env.tar.gz", None)]
 )
-def test_stub_in_a_valid_environment(
+def test_no_environment_or_one_for_this_python(
     named: str, python: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """No environment, one for this Python, and a PATH without one are accepted."""
     folder = _folder(tmp_path / "env", python) if python else tmp_path
     monkeypatch.setenv("PATH", str(folder / "bin"))
     execution_env.check_running_python(named)

@@ -8,7 +8,6 @@ import pytest
 
 from torch_py_backend.config import dtypes, model_config
 from torch_py_backend.config.model_config import BatchOutput, ModelConfig, Origin
-from torch_py_backend.config.options import Options
 from torch_py_backend.config.sequence_config import ControlInput, SequenceConfig, State
 
 
@@ -23,28 +22,23 @@ def tensor(**changes: Any) -> dict[str, Any]:
 def test_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """ModelConfig contains all facts of Triton's arguments; a relative folder becomes absolute."""
     monkeypatch.chdir(tmp_path)
-    arguments = {
-        **build.arguments(
-            max_batch_size=16,
-            input=[
-                tensor(name="image", data_type="TYPE_UINT8", dims=[3, -1, -1]),
-                tensor(name="size", data_type="TYPE_INT64", dims=[2]),
-            ],
-            output=[tensor(name="class", data_type="TYPE_BF16", dims=[10])],
-            instance_group=[{"kind": "KIND_GPU", "count": 2, "gpus": [0, 3]}],
-            default_model_filename="net.pt",
-            parameters={"WARMUP": {"string_value": "off"}},
-        ),
-        "model_repository": "models/digits",
-        "model_version": "7",
-        "model_instance_name": "digits_0_1",
-        "model_instance_kind": "GPU",
-        "model_instance_device_id": "3",
-    }
+    arguments = build.arguments(
+        max_batch_size=16,
+        input=[
+            tensor(name="image", data_type="TYPE_UINT8", dims=[3, -1, -1]),
+            tensor(name="size", data_type="TYPE_INT64", dims=[2]),
+        ],
+        output=[tensor(name="class", data_type="TYPE_BF16", dims=[10])],
+        instance_group=[{"kind": "KIND_GPU", "count": 2, "gpus": [0, 3]}],
+        default_model_filename="net.pt",
+        parameters={"WARMUP": {"string_value": "off"}},
+    )
+    instance = {"name": "digits_0_1", "kind": "GPU", "device_id": "3"}
+    arguments |= {f"model_instance_{key}": value for key, value in instance.items()}
+    arguments |= {"model_repository": "models/digits", "model_version": "7"}
     config = model_config.parse(arguments)
-    assert config == ModelConfig(
-        name="digits",
-        folder=tmp_path / "models" / "digits",
+    assert config == build.config(
+        tmp_path / "models" / "digits",
         version="7",
         instance="digits_0_1",
         kind="GPU",
@@ -54,8 +48,7 @@ def test_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         inputs=(build.spec("image", "UINT8", (3, -1, -1)), build.spec("size", "INT64", (2,))),
         outputs=(build.spec("class", "BF16", (10,)),),
         default_model_filename="net.pt",
-        python_runtime=False,
-        options=Options(warmup=False),
+        warmup=False,
     )
     assert config.version_folder == tmp_path / "models" / "digits" / "7"
 
@@ -78,8 +71,7 @@ def test_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"default_model_filename": ""}, "default_model_filename", None),
     ],
 )
-def test_setting(document: dict[str, Any], field: str, expected: object) -> None:
-    """Each setting is read, with Triton's default."""
+def test_setting_or_its_default(document: dict[str, Any], field: str, expected: object) -> None:
     assert getattr(parsed(**document), field) == expected
 
 
@@ -103,8 +95,7 @@ def test_reshape(changes: dict[str, Any], dims: tuple[int, ...]) -> None:
 # --- batch_input and batch_output ----------------------------------------------------------------
 
 
-def test_batch_inputs_and_outputs() -> None:
-    """Each target of an entry is a separate input or output."""
+def test_each_target_of_batch_inputs_and_outputs_is_a_tensor() -> None:
     entry = {"target_name": ["n", "m"], "source_input": ["x"]}
     kind = {"kind": "BATCH_ELEMENT_COUNT", "data_type": "TYPE_INT32"}
     config = parsed(batch_input=[entry | kind], batch_output=[entry | {"target_name": ["y"]}])
@@ -117,12 +108,7 @@ def test_batch_inputs_and_outputs() -> None:
 
 _FP32 = dtypes.from_triton("FP32")
 _FILE = {"data_type": "TYPE_FP32", "dims": [2, 3], "data_file": "f"}
-_BLOCK = {
-    "input_name": "past",
-    "output_name": "present",
-    "data_type": "TYPE_FP32",
-    "dims": [2, -1],
-}
+_BLOCK = {"input_name": "past", "output_name": "present"} | tensor(dims=[2, -1])
 _ZEROS = {"name": "b", "data_type": "TYPE_FP32", "zero_data": True}
 
 
@@ -131,19 +117,13 @@ _ZEROS = {"name": "b", "data_type": "TYPE_FP32", "zero_data": True}
     [
         ({}, 1.0, True, 8),
         ({"direct": {"max_queue_delay_microseconds": "500"}}, 1.0, True, 8),
-        (
-            {
-                "oldest": {"max_candidate_sequences": 30},
-                "max_sequence_idle_microseconds": "5000000",
-            },
-            5.0,
-            False,
-            30,
-        ),
+        ({"oldest": {"max_candidate_sequences": 30}}, 1.0, False, 30),
+        ({"max_sequence_idle_microseconds": "5000000"}, 5.0, True, 8),
     ],
 )
-def test_schedulers(batching: dict[str, Any], idle_s: float, direct: bool, most: int) -> None:
-    """The idle time, the strategy and the number of sequences are those of Triton's schedulers."""
+def test_schedulers_are_triton_s(
+    batching: dict[str, Any], idle_s: float, direct: bool, most: int
+) -> None:
     config = parsed(sequence_batching=batching, max_batch_size=8)
     assert config.sequencing == SequenceConfig(idle_s, (), (), direct, most)
 
@@ -175,14 +155,11 @@ def test_controls(control: dict[str, Any], dtype: str, idle: float | None) -> No
         ([_ZEROS | {"dims": ["2", "0"]}], (2, 0), None),
         ([_FILE], (2, 3), "f"),
     ],
-    ids=["none", "zeros", "empty", "file"],
 )
 def test_states(initial: list[Any], sizes: tuple[int, ...], file: str | None) -> None:
     """A state has the settings of its block; sizes of -1 are 1 at first, as in Triton."""
-    state = State("past", "present", _FP32, (2, -1), sizes, file)
-    assert parsed(sequence_batching={"state": [_BLOCK | {"initial_state": initial}]}).states == (
-        state,
-    )
+    config = parsed(sequence_batching={"state": [_BLOCK | {"initial_state": initial}]})
+    assert config.states == (State("past", "present", _FP32, (2, -1), sizes, file),)
 
 
 def test_states_are_inputs_and_outputs() -> None:

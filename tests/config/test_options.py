@@ -1,5 +1,6 @@
 """The parameters of config.pbtxt."""
 
+import json
 from typing import Any
 
 import pytest
@@ -10,20 +11,19 @@ from torch_py_backend.errors import ConfigError
 
 # Keys that a repository written for Triton's LibTorch backend or its Python runtime may contain.
 LIBTORCH_KEYS = """
-    DISABLE_OPTIMIZED_EXECUTION INFERENCE_MODE ENABLE_JIT_EXECUTOR
-    ENABLE_JIT_PROFILING ENABLE_TENSOR_FUSER DISABLE_CUDNN ENABLE_WEIGHT_SHARING
-    ENABLE_CACHE_CLEANING INTRA_OP_THREAD_COUNT NUM_THREADS INTER_OP_THREAD_COUNT
-    NUM_INTEROP_THREADS TORCH_COMPILE_OPTIONAL_PARAMETERS FORCE_CPU_ONLY_INPUT_TENSORS
-    EXECUTION_ENV_PATH
+    DISABLE_OPTIMIZED_EXECUTION INFERENCE_MODE ENABLE_JIT_EXECUTOR ENABLE_JIT_PROFILING
+    ENABLE_TENSOR_FUSER DISABLE_CUDNN ENABLE_WEIGHT_SHARING ENABLE_CACHE_CLEANING NUM_THREADS
+    INTRA_OP_THREAD_COUNT NUM_INTEROP_THREADS INTER_OP_THREAD_COUNT EXECUTION_ENV_PATH
+    TORCH_COMPILE_OPTIONAL_PARAMETERS FORCE_CPU_ONLY_INPUT_TENSORS
 """
+_COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 
 
 def parsed(**parameters: str) -> Options:
     return options.parse({key: {"string_value": value} for key, value in parameters.items()})
 
 
-def test_keys() -> None:
-    """No key names two options; all keys of LibTorch are accepted; no value may be empty."""
+def test_each_key_names_one_option_and_none_may_be_empty() -> None:
     keys = [key for row in options.TABLE for key in (row.key, *row.aliases)]
     assert len(keys) == len(set(keys))
     assert set(keys) >= set(LIBTORCH_KEYS.split())
@@ -52,35 +52,27 @@ def test_keys() -> None:
         (
             "TORCH_COMPILE_OPTIONAL_PARAMETERS",
             {
-                "{}": {},
-                '{"fullgraph": true, "dynamic": null, "backend": "eager"}': {
-                    "fullgraph": True,
-                    "dynamic": None,
-                    "backend": "eager",
-                },
-                '{"mode": "x", "options": {"a": true}, "disable": false}': {
-                    "mode": "x",
-                    "options": {"a": True},
-                    "disable": False,
-                },
+                text: json.loads(text)
+                for text in (
+                    "{}",
+                    '{"fullgraph": true, "dynamic": null, "backend": "eager"}',
+                    '{"mode": "x", "options": {"a": true}, "disable": false}',
+                )
             },
         ),
         (
             "PAD",
             {
-                '{"a": {"value": 0.5, "side": "left"}, "b": {}}': {
-                    "a": {"value": 0.5, "side": "left"},
-                    "b": {},
-                },
-                '{"a": {"multiple_of": 8, "mask": "m", "outputs": ["y"]}}': {
-                    "a": {"multiple_of": 8, "mask": "m", "outputs": ["y"]}
-                },
+                text: json.loads(text)
+                for text in (
+                    '{"a": {"value": 0.5, "side": "left"}, "b": {}}',
+                    '{"a": {"multiple_of": 8, "mask": "m", "outputs": ["y"]}}',
+                )
             },
         ),
     ],
 )
-def test_accepted_text(key: str, values: dict[str, Any]) -> None:
-    """An option accepts its spellings, without regard to case and blanks where that helps."""
+def test_accepted_spellings(key: str, values: dict[str, Any]) -> None:
     for text, value in values.items():
         read = getattr(parsed(**{key: text}), key.lower())
         assert read == value
@@ -108,8 +100,7 @@ def test_accepted_text(key: str, values: dict[str, Any]) -> None:
         ("PAD", ['{"ids": {"outputs": "y"}}', '{"ids": {"outputs": [1]}}']),
     ],
 )
-def test_rejected_text(key: str, texts: list[str]) -> None:
-    """Another text is rejected; the message names the key, the text and what is accepted."""
+def test_rejected_text_is_named_with_what_is_accepted(key: str, texts: list[str]) -> None:
     (parser,) = (row.parser for row in options.TABLE if row.key == key)
     for text in texts:
         with pytest.raises(ConfigError) as raised:
@@ -127,8 +118,7 @@ def test_rejected_text(key: str, texts: list[str]) -> None:
         ("OPTIMIZE", "freeze,auto", "auto was removed. `torch-py-backend tune`"),
     ],
 )
-def test_rejected_entry(key: str, text: str, message: str) -> None:
-    """An entry with an invalid text, or with a removed name, is rejected with its cause."""
+def test_rejected_entry_with_its_cause(key: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parsed(**{key: text})
     assert message in str(raised.value)
@@ -157,27 +147,24 @@ def test_two_keys_of_one_option(key: str, alias: str) -> None:
         ("ENABLE_NVFUSER", "has no effect: PyTorch no longer has nvFuser."),
     ],
 )
-def test_ignored_key(key: str, problem: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It is warned about, with the most similar known key if any; known keys are not."""
+def test_ignored_key_is_warned_about_with_the_most_similar_one(
+    key: str, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert parsed(**{key: "1"}, WARMUP="true") == Options(warmup=True)
     assert caplog.messages == [f"the parameter {key} {problem}"]
 
 
-def test_reduced_precision() -> None:
-    """bf16 and fp16 are types of the weights."""
-    texts = ("none", "bf16,freeze", "fp16")
-    dtypes = [parsed(OPTIMIZE=text).weights_dtype for text in texts]
-    assert dtypes == [None, "bfloat16", "float16"]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "static"),
+    ("key", "text", "field", "value"),
     [
-        ({}, False),
-        ({"backend": "cudagraphs"}, True),
-        ({"backend": "cudagraphs", "dynamic": 1}, False),
+        ("OPTIMIZE", "none", "weights_dtype", None),
+        ("OPTIMIZE", "bf16,freeze", "weights_dtype", "bfloat16"),
+        ("OPTIMIZE", "fp16", "weights_dtype", "float16"),
+        # This backend records the shapes of a call.
+        (_COMPILE, '{"backend": "cudagraphs"}', "static_shapes", True),
+        (_COMPILE, '{"backend": "cudagraphs", "dynamic": true}', "static_shapes", False),
+        (_COMPILE, "{}", "static_shapes", False),
     ],
 )
-def test_graphs_of_fixed_shapes(arguments: dict[str, Any], static: bool) -> None:
-    """torch.compile's backend cudagraphs records the shapes of a call."""
-    assert Options(torch_compile_optional_parameters=arguments).static_shapes is static
+def test_what_follows_from_an_option(key: str, text: str, field: str, value: object) -> None:
+    assert getattr(parsed(**{key: text}), field) == value

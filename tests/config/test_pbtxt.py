@@ -51,8 +51,7 @@ def test_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed.options.method == "encode"
 
 
-def test_defaults(tmp_path: Path) -> None:
-    """Without config.pbtxt, or in an empty one, fields have Triton's defaults."""
+def test_no_file_and_an_empty_one_have_triton_s_defaults(tmp_path: Path) -> None:
     (tmp_path / "digits").mkdir()
     document = pbtxt.read(tmp_path / "digits")
     assert (document["name"], document["max_batch_size"]) == ("digits", 0)
@@ -91,8 +90,9 @@ def test_instances(tmp_path: Path, text: str, kind: str, device: str, instances:
         (b"PK\x03\x04\x00\xff", "utf-8"),
     ],
 )
-def test_broken_file(tmp_path: Path, text: str | bytes, message: str) -> None:
-    """An invalid config.pbtxt is a ConfigError with the model and the line."""
+def test_broken_file_is_refused_with_the_line(
+    tmp_path: Path, text: str | bytes, message: str
+) -> None:
     with pytest.raises(ConfigError) as refusal:
         _read(tmp_path, text)
     assert str(refusal.value).startswith("config.pbtxt cannot be read: ")
@@ -100,15 +100,16 @@ def test_broken_file(tmp_path: Path, text: str | bytes, message: str) -> None:
 
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unreadable config.pbtxt is a ConfigError."""
-    error = PermissionError(13, "Permission denied")
-    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=error))
+    monkeypatch.setattr(
+        Path, "read_bytes", Mock(side_effect=PermissionError(13, "Permission denied"))
+    )
     with pytest.raises(ConfigError, match=r"Permission denied"):
         _read(tmp_path, _TYPICAL)
 
 
-def test_without_protobuf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Triton's protobuf, the error says what to install."""
+def test_without_protobuf_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("tritonclient.grpc", "google.protobuf"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)

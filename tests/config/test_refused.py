@@ -24,21 +24,15 @@ _OPTIONS: dict[str, dict[str, str]] = {
 }
 _X: dict[str, Any] = {"name": "x", "data_type": "TYPE_FP32", "dims": [4]}
 _STATE = {"input_name": "h", "output_name": "g", "data_type": "TYPE_FP32", "dims": [2, -1]}
-_COUNT = {
-    "kind": "BATCH_ELEMENT_COUNT",
-    "target_name": ["n"],
-    "data_type": "TYPE_INT32",
-    "source_input": ["x"],
-}
-_SCATTER = {"target_name": ["y"], "source_input": ["x"]}
+_COUNT = {"kind": "BATCH_ELEMENT_COUNT", "data_type": "TYPE_INT32"}
 
 
 def _sequences(**batching: Any) -> dict[str, Any]:
     return {"sequence_batching": batching}
 
 
-def _state(*changes: dict[str, Any]) -> dict[str, Any]:
-    return _sequences(state=[_STATE | change for change in changes or ({},)])
+def _state(**changes: Any) -> dict[str, Any]:
+    return _sequences(state=[_STATE | changes])
 
 
 _DOCUMENTS: dict[str, dict[str, Any]] = {
@@ -47,9 +41,9 @@ _DOCUMENTS: dict[str, dict[str, Any]] = {
     "stream": {"model_transaction_policy": {"decoupled": True}},
     "sequences": _sequences(),
     "state": _state(),
-    "state y": _state({"output_name": "y", "dims": [4]}),
-    "batch_input": {"batch_input": [_COUNT]},
-    "batch_output": {"batch_output": [_SCATTER]},
+    "state y": _state(output_name="y", dims=[4]),
+    "batch_input": {"batch_input": [_COUNT | {"target_name": ["n"], "source_input": ["x"]}]},
+    "batch_output": {"batch_output": [{"target_name": ["y"], "source_input": ["x"]}]},
 }
 
 
@@ -84,8 +78,7 @@ _CONFLICTS = {
 
 
 @pytest.mark.parametrize(("settings", "message"), _CONFLICTS.items())
-def test_conflict(settings: str, message: str) -> None:
-    """Settings that conflict fail the load, not the completion before it."""
+def test_conflict_fails_the_load_but_not_the_completion(settings: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         _named(settings, "GPU")
     assert message in str(raised.value)
@@ -102,7 +95,6 @@ def test_conflict(settings: str, message: str) -> None:
     ],
 )
 def test_accepted_combination(kind: str, settings: str) -> None:
-    """Settings that do not conflict are accepted together."""
     assert _named(settings, kind).kind == kind
 
 
@@ -112,16 +104,12 @@ def test_accepted_combination(kind: str, settings: str) -> None:
         ({"input": []}, "config.pbtxt lists no input; expected at least one"),
         ({"output": []}, "config.pbtxt lists no output; expected at least one"),
         ({"input": [_X | {"data_type": "TYPE_BYTES"}]}, "'x' has data_type TYPE_BYTES; expected"),
-        (
-            {"cc_model_filenames": {"8.0": "a.pt"}},
-            "cc_model_filenames is set. Use default",
-        ),
-        (_state({"data_type": "TYPE_INVALID"}), "'h' has data_type TYPE_INVALID"),
+        ({"cc_model_filenames": {"8.0": "a.pt"}}, "cc_model_filenames is set. Use default"),
+        (_state(data_type="TYPE_INVALID"), "'h' has data_type TYPE_INVALID"),
         (_sequences(control_input=[{"name": "c"}]), "the control input 'c' has data_type TYPE_INV"),
     ],
 )
 def test_invalid_setting(document: dict[str, Any], message: str) -> None:
-    """An invalid setting is refused; the message has its name, its value and what is expected."""
     with pytest.raises(ConfigError) as raised:
         model_config.parse(build.arguments(**document))
     assert message in str(raised.value)

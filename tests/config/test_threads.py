@@ -10,8 +10,6 @@ import pytest
 from torch_py_backend.config import threads
 from torch_py_backend.config.threads import Threads
 
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
 
 def v2(line: str) -> dict[str, str]:
     return {"cpu.max": f"{line}\n"}
@@ -36,14 +34,13 @@ def v1(quota: str) -> dict[str, str]:
         (v2("max 100000") | v1("300000"), 8, 3),
     ],
 )
-def test_cores(
+def test_affinity_and_quota_limit_the_cores(
     files: dict[str, str],
     allowed: int,
     cores: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CPU affinity and the container's quota limit the number of cores; it is at least one."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)))
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -63,14 +60,13 @@ def test_cores(
         ({}, 2, "3", Threads(3, 4)),
     ],
 )
-def test_budget(
+def test_instances_share_the_cores_unless_counts_are_set(
     options: dict[str, Any],
     instances: int,
     variable: str,
     expected: Threads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Instances share the cores equally unless the config or the environment sets counts."""
     monkeypatch.setattr(threads, "available_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert threads.budget(build.config(instances=instances, **options)) == expected
@@ -80,17 +76,10 @@ def test_budget(
     ("own", "count"),
     [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
 )
-def test_environment(
+def test_openmp_s_variables_are_set_and_a_user_s_kept(
     own: dict[str, str], count: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The variables of OpenMP and MKL are set; those for waiting threads unless the user did."""
-    for variable in VARIABLES:
-        monkeypatch.setenv(variable, "")
-    for variable in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(variable, "")  # restored after the test
-        monkeypatch.delenv(variable)
-    for variable, value in own.items():
-        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(os, "environ", own)
     threads.set_environment(Threads(intra_op=3, inter_op=7))
-    assert [os.environ[variable] for variable in VARIABLES] == ["3", "3"]
-    assert os.environ.get("GOMP_SPINCOUNT") == count
+    assert own["OMP_NUM_THREADS"] == own["MKL_NUM_THREADS"] == "3"
+    assert own.get("GOMP_SPINCOUNT") == count
