@@ -20,6 +20,9 @@ __all__ = ["dynamo", "imports", "no_collector", "process", "start"]
 hypothesis.settings.register_profile(
     "suite", derandomize=True, deadline=None, database=None, max_examples=150
 )
+hypothesis.settings.register_profile(
+    "fuzz", deadline=None, max_examples=int(os.environ.get("FUZZ_EXAMPLES", "1"))
+)
 hypothesis.settings.load_profile("suite")
 
 # In tests/live/: those that wait rather than compute.
