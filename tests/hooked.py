@@ -5,20 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import scenarios
 import torch
-from scenarios import (
-    Call,
-    Refused,
-    Scenario,
-    Writer,
-    both,
-    config,
-    floats,
-    hooked,
-    script,
-    tensor,
-    text,
-)
+from scenarios import BARE, Call, Refused, Scenario, Writer, both, config, floats, script, text
 
 _HEADER = "import torch\nfrom torch import Tensor, nn\n\n\n"
 
@@ -137,7 +126,7 @@ def example_inputs():
 
 
 def model(code: str) -> Writer:
-    return hooked(_HEADER + code)
+    return scenarios.hooked(_HEADER + code)
 
 
 def strings(*rows: str) -> np.ndarray[Any, Any]:
@@ -149,20 +138,10 @@ def numbers(*rows: float) -> np.ndarray[Any, Any]:
     return np.array([[row] for row in rows], dtype=np.float32)
 
 
-_TEXT = tensor("input", "text", [1], "STRING")
-COUNTS_CONFIG = (
-    config({}, {"share": [1]})
-    + _TEXT
-    + tensor("output", "letter", [1], "STRING")
-    + "dynamic_batching { max_queue_delay_microseconds: 20000 }\n"
-)
-_LENGTHS = (
-    config({}, {})
-    + _TEXT
-    + "".join(
-        tensor("output", name, [1], kind)
-        for name, kind in (("total", "INT64"), ("length", "INT64"), ("name", "STRING"))
-    )
+COUNTS_CONFIG = config(
+    {"text": ["STRING", 1]},
+    {"share": [1], "letter": ["STRING", 1]},
+    more="dynamic_batching { max_queue_delay_microseconds: 20000 }\n",
 )
 _ONE = Call({"text": strings("banana")}, {"letter": strings("a"), "share": numbers(0.5)})
 _TWO = Call(
@@ -183,11 +162,9 @@ _UNREAD = Call(
     Refused(500, ("postprocess() raised ValueError: at (address): nothing to read",)),
 )
 _NO_TEXT = Call(
-    {"text": np.array([[b"\xff\xfe"]], dtype=np.object_)},
-    Refused(400, ("input 'text' is not UTF-8",)),
+    {"text": scenarios.strings([b"\xff\xfe"])}, Refused(400, ("input 'text' is not UTF-8",))
 )
 _X = floats(2, 4)
-_PADDED = config({"x": [-1]}, {"y": [1]}, parameters={"WARMUP": "true"})
 _LONG = floats(1, 6, seed=1)
 
 
@@ -198,6 +175,12 @@ def _totals(*sent: str) -> dict[str, Any]:
         "length": np.array([[len(text)] for text in sent]),
         "name": strings(*["none"] * len(sent)),
     }
+
+
+def _alone(name: str, total: float, **more: Any) -> Call:
+    sent = {"x": np.ones(3, dtype=np.float32), "name": strings(name)[0], **more}
+    told = np.array([total, total], dtype=np.float32)
+    return Call(sent, {"total": told[:1], "all": told})
 
 
 class _Doubles(torch.nn.Module):
@@ -217,7 +200,7 @@ GOOD = (
     Scenario(
         "hooks_of_examples",
         model(EXAMPLES),
-        'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n',
+        BARE,
         (_TWO, _LOUD),
         batches=((_ONE, _NO_LETTER, _TWO),),
     ),
@@ -230,7 +213,10 @@ GOOD = (
     Scenario(
         "hooks_of_batches",
         model(LENGTHS),
-        _LENGTHS,
+        config(
+            {"text": ["STRING", 1]},
+            {"total": ["INT64", 1], "length": ["INT64", 1], "name": ["STRING", 1]},
+        ),
         (
             Call({"text": strings("ab", "abcd")}, _totals("ab", "abcd")),
             Call(
@@ -243,16 +229,13 @@ GOOD = (
     Scenario(
         "hooks_that_pad",
         model(PADS),
-        _PADDED,
-        (
-            Call({"x": _X}, {"y": np.abs(_X).sum(1, keepdims=True)}),
-            Call({"x": _LONG}, {"y": np.abs(_LONG).sum(1, keepdims=True)}),
-        ),
+        config({"x": [-1]}, {"y": [1]}, parameters={"WARMUP": "true"}),
+        tuple(Call({"x": x}, {"y": np.abs(x).sum(1, keepdims=True)}) for x in (_X, _LONG)),
     ),
     Scenario(
         "hooks_take_examples_whole",
         model(FILES),
-        config({}, {"y": [1]}) + tensor("input", "file", [-1], "UINT8"),
+        config({"file": ["UINT8", -1]}, {"y": [1]}),
         (
             Call({"file": np.ones((2, 10), dtype=np.uint8)}, {"y": numbers(5, 5)}),
             Call(
@@ -264,47 +247,35 @@ GOOD = (
     Scenario(
         "hooks_without_batches",
         model(ALONE),
-        config({"x": [-1]}, {"total": [1], "all": [2]}, max_batch_size=0)
-        + tensor("input", "name", [1], "STRING")
-        + tensor("input", "scale", [1], more="optional: true"),
+        config(
+            {"x": [-1], "name": ["STRING", 1], "scale": [1, "optional: true"]},
+            {"total": [1], "all": [2]},
+            max_batch_size=0,
+        ),
         (
-            Call(
-                {"x": np.ones(3, dtype=np.float32), "name": np.array([b"ab"], dtype=np.object_)},
-                {
-                    "total": np.array([18], dtype=np.float32),
-                    "all": np.array([18, 18], dtype=np.float32),
-                },
-            ),
-            Call(
-                {
-                    "x": np.ones(3, dtype=np.float32),
-                    "name": np.array([b""], dtype=np.object_),
-                    "scale": np.array([0.5], dtype=np.float32),
-                },
-                {"total": np.array([1.5], dtype=np.float32)},
-            ),
+            _alone("ab", 18),
+            _alone("", 1.5, scale=np.array([0.5], dtype=np.float32)),
         ),
     ),
 )
 
 
-def _refused(name: str, code: str, settings: str, *messages: str) -> Scenario:
-    return Scenario(f"hooks_{name}", model(code), settings, load_error=messages)
-
-
-BAD = (
-    _refused(
-        "unknown_argument",
-        COUNTS.replace("text: str", "text: str, language: str"),
-        COUNTS_CONFIG,
-        "no input feeds preprocess()'s argument language",
-    ),
-    _refused(
-        "wrong_signature",
-        COUNTS.replace("result: Tensor, parameters", "result: Tensor, labels: list"),
-        COUNTS_CONFIG,
-        "postprocess() in hooks.py fails at TypeError: missing a required argument: 'labels'",
-    ),
+BAD = tuple(
+    Scenario(f"hooks_{name}", model(COUNTS.replace(old, new)), COUNTS_CONFIG, load_error=(says,))
+    for name, old, new, says in (
+        (
+            "unknown_argument",
+            "text: str",
+            "text: str, language: str",
+            "no input feeds preprocess()'s argument language",
+        ),
+        (
+            "wrong_signature",
+            "result: Tensor, parameters",
+            "result: Tensor, labels: list",
+            "postprocess() in hooks.py fails at TypeError: missing a required argument: 'labels'",
+        ),
+    )
 )
 
 TABLE = GOOD + BAD

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import models
 import numpy as np
 import scenarios
 import torch
-from scenarios import Call, Refused, Scenario, Writer, config, floats, tensor
+from scenarios import BARE, Call, Refused, Scenario, Writer, config, floats, tensor
 from torch import Tensor, nn
 
 
@@ -24,17 +25,6 @@ class One(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
-
-
-class Difference(nn.Module):
-    """Takes one dict, whose keys name its tensors; two of them are BF16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.bfloat16))
-
-    def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return inputs["first"] - inputs["second"], inputs["half"] * self.weight
 
 
 class Nested(nn.Module):
@@ -55,25 +45,10 @@ class NestedScript(nn.Module):
         return total * scale, (x, [extra[0]])
 
 
-class Lookup(nn.Module):
-    """Fails for a number that its table does not have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table(ids)
-
-
 class Texts(nn.Module):
     def forward(self, texts: list[str]) -> tuple[Tensor, list[str]]:
         lengths = [len(text) for text in texts]
         return torch.tensor(lengths), [text + "!" for text in texts]
-
-
-# registered.py has a package of AOTInductor with a tree of inputs, for two rows.
-_TRACED = ("torchscript", "module", "export")
 
 
 @dataclass(frozen=True)
@@ -81,27 +56,17 @@ class Case:
     """One kind of input.
 
     Attributes:
-        module: what is served.
-        scripted: what TorchScript is given instead.
         args: sample arguments for torch.export, each tensor an object of its own.
-        config: the text of config.pbtxt.
-        calls: requests and answers.
-        script_calls: those of TorchScript, where it answers otherwise.
-        kinds: the artifacts.
-        batches: requests that are sent at once.
+        scripted: what TorchScript is given instead, with its config and its calls.
     """
 
     module: Callable[[], nn.Module]
-    args: Callable[[int], tuple[Any, ...]]
     config: str
     calls: tuple[Call, ...]
-    scripted: Callable[[], nn.Module] | None = None
-    script_config: str | None = None
-    script_calls: tuple[Call, ...] = ()
-    kwargs: Callable[[int], dict[str, Any]] = lambda rows: {}
-    fixed: int | None = None
-    kinds: tuple[str, ...] = _TRACED
-    batches: tuple[tuple[Call, ...], ...] = ()
+    args: Callable[[], tuple[Any, ...]] = tuple
+    kwargs: Callable[[], dict[str, Any]] = dict
+    scripted: tuple[Callable[[], nn.Module], str, tuple[Call, ...]] | None = None
+    kinds: tuple[str, ...] = ("torchscript", "module", "export")
 
 
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -110,16 +75,6 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 _ONE = _seeded(One)
-
-
-_LOOKUP = _seeded(Lookup)
-
-
-def _looked_up(*ids: int) -> Call:
-    rows = np.array(ids)[:, None]
-    if max(ids) > 9:
-        return Call({"ids": rows}, Refused(500, ("index", "out of ")))
-    return Call({"ids": rows}, {"y": scenarios.eager(_LOOKUP, ids=rows)})
 
 
 def _one_call(rows: int) -> Call:
@@ -144,110 +99,57 @@ def _nested_values(names: dict[str, str], scale: str) -> dict[str, Any]:
     return {names[key]: values[key] for key in ("b", "z", "x", "a")} | {scale: _S}
 
 
+def _nested(names: dict[str, str], scale: str, out: dict[str, Any]) -> tuple[str, tuple[Call, ...]]:
+    values = _nested_values(names, scale)
+    text = config({name: [2] for name in values}, {name: [2] for name in out})
+    return text, (Call(values, out),)
+
+
 _TOTAL = (_A + 10 * _B + 100 * _C + 1000 * _D) * _S
 _NESTED_OUT = {"RESULT[parts][1][0]": _B, "total": _TOTAL, "RESULT[parts][0]": _A}
 _SCRIPT_OUT = {"RESULT[1][1][0]": _B, "RESULT[0]": _TOTAL, "OUTPUT__1": _A}
-_BFLOAT = torch.tensor([[1.5, -1.0], [3.0, 0.5], [2.0, 8.0]], dtype=torch.bfloat16)
+_TEXTS = config({"texts": ["STRING", 1]}, {"length": ["INT64", 1], "louder": ["STRING", 1]})
 
+
+def _said(*texts: str) -> Call:
+    louder = scenarios.strings(*([f"{text}!".encode()] for text in texts))
+    lengths = np.array([[len(text)] for text in texts])
+    return Call(
+        {"texts": scenarios.strings(*([text] for text in texts))},
+        {"length": lengths, "louder": louder},
+    )
+
+
+def _not_text(refused: Refused) -> Call:
+    return Call({"texts": scenarios.strings([b"\xff"])}, refused)
+
+
+def _tensor() -> Tensor:
+    return torch.rand(2, 2)
+
+
+# registered.py has a package of AOTInductor with a tree of inputs, for two rows.
 CASES = {
-    "one": Case(
-        One,
-        lambda rows: (torch.rand(rows, 4),),
-        _ONE_CONFIG,
-        _CALLS,
-        kinds=(*_TRACED, "factory"),
-    ),
-    "fixed": Case(
-        One,
-        lambda rows: (torch.rand(rows, 4),),
-        config({"x": [4]}, {"y": [3]}),
-        _CALLS,
-        fixed=4,
-        kinds=("export",),
-    ),
-    "dict": Case(
-        Difference,
-        lambda rows: (
-            {
-                "first": torch.rand(rows, 2),
-                "second": torch.rand(rows, 2),
-                "half": torch.rand(rows, 2).bfloat16(),
-            },
-        ),
-        config({"second": [2], "first": [2]}, {"y": [2]})
-        + tensor("input", "half", [2], "BF16")
-        + tensor("output", "scaled", [2], "BF16"),
-        (
-            Call(
-                {"second": _B, "first": _A, "half": _BFLOAT},
-                {"y": _A - _B, "scaled": _BFLOAT * torch.tensor([0.5, -2.0]).bfloat16()},
-            ),
-        ),
-    ),
+    "one": Case(One, _ONE_CONFIG, _CALLS, lambda: (torch.rand(2, 4),)),
     "nested": Case(
         Nested,
-        lambda rows: (
-            torch.rand(rows, 2),
-            {"z": torch.rand(rows, 2), "a": [torch.rand(rows, 2), torch.rand(rows, 2)]},
-        ),
-        config(
-            {name: [2] for name in _nested_values(_NESTED_INPUTS, "KWARGS[scale]")},
-            {name: [2] for name in _NESTED_OUT},
-        ),
-        (Call(_nested_values(_NESTED_INPUTS, "KWARGS[scale]"), _NESTED_OUT),),
-        scripted=NestedScript,
-        script_config=config(
-            {name: [2] for name in _nested_values(_SCRIPT_INPUTS, "scale")},
-            {name: [2] for name in _SCRIPT_OUT},
-        ),
-        kwargs=lambda rows: {"scale": torch.rand(rows, 2)},
-    ),
-    "lookup": Case(
-        Lookup,
-        lambda rows: (torch.ones(rows, 1, dtype=torch.int64),),
-        config({}, {"y": [1, 3]}, more=scenarios.TOGETHER) + tensor("input", "ids", [1], "INT64"),
-        (_looked_up(1, 2), _looked_up(10), _looked_up(3)),
-        batches=((_looked_up(1, 2), _looked_up(3), _looked_up(4, 11), _looked_up(5)),),
+        *_nested(_NESTED_INPUTS, "KWARGS[scale]", _NESTED_OUT),
+        lambda: (_tensor(), {"z": _tensor(), "a": [_tensor(), _tensor()]}),
+        lambda: {"scale": _tensor()},
+        (NestedScript, *_nested(_SCRIPT_INPUTS, "scale", _SCRIPT_OUT)),
     ),
     "strings": Case(
         Texts,
-        lambda rows: (),
-        config({}, {})
-        + tensor("input", "texts", [1], "STRING")
-        + tensor("output", "length", [1], "INT64")
-        + tensor("output", "louder", [1], "STRING"),
+        _TEXTS,
         (
-            Call(
-                {"texts": np.array([["a"], ["bcd"], ["ef"]], dtype=np.object_)},
-                {
-                    "length": np.array([[1], [3], [2]]),
-                    "louder": np.array([[b"a!"], [b"bcd!"], [b"ef!"]], dtype=np.object_),
-                },
-            ),
-            Call(
-                {"texts": np.array([[b"\xff"]], dtype=np.object_)},
-                Refused(400, ("input 'texts' is not UTF-8",)),
-            ),
-            Call(
-                {"texts": np.array([["z"]], dtype=np.object_)},
-                {
-                    "length": np.array([[1]]),
-                    "louder": np.array([[b"z!"]], dtype=np.object_),
-                },
-            ),
+            _said("a", "bcd", "ef"),
+            _not_text(Refused(400, ("input 'texts' is not UTF-8",))),
+            _said("z"),
         ),
-        script_calls=(
-            Call(
-                {"texts": np.array([[b"\xff"], ["é"]], dtype=np.object_)},
-                Refused(500, ("forward() raised UnicodeDecodeError",)),
-            ),
-            Call(
-                {"texts": np.array([["z"]], dtype=np.object_)},
-                {
-                    "length": np.array([[1]]),
-                    "louder": np.array([[b"z!"]], dtype=np.object_),
-                },
-            ),
+        scripted=(
+            Texts,
+            _TEXTS,
+            (_not_text(Refused(500, ("forward() raised UnicodeDecodeError",))), _said("z")),
         ),
         kinds=("torchscript", "module"),
     ),
@@ -258,18 +160,12 @@ CASES = {
 
 
 def _program(case: Case) -> torch.export.ExportedProgram:
-    module = _seeded(case.module)
-    rows = case.fixed or 2
-    args, kwargs = case.args(rows), case.kwargs(rows)
-    if case.fixed:
-        return torch.export.export(module, args, kwargs)
+    args, kwargs = case.args(), case.kwargs()
     batch = torch.export.Dim("batch", min=1, max=64)
     shapes = torch.utils._pytree.tree_map(lambda one: {0: batch}, (args, kwargs))
-    names = [*Nested.forward.__code__.co_varnames[1:]] if case.kwargs(1) else None
-    dynamic: Any = shapes[0]
-    if names:
-        dynamic = dict(zip(names, (*shapes[0], *shapes[1].values()), strict=False))
-    return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
+    names = inspect.signature(case.module.forward).parameters  # type: ignore[attr-defined]
+    dynamic = dict(zip([*names][1:], (*shapes[0], *shapes[1].values()), strict=True))
+    return torch.export.export(_seeded(case.module), args, kwargs, dynamic_shapes=dynamic)
 
 
 @functools.cache
@@ -284,15 +180,14 @@ def _write(kind: str, name: str) -> Writer:
 
     def write(folder: Path) -> None:
         case = CASES[name]
-        module = _seeded(case.module)
         if kind == "torchscript":
-            scenarios.script(_seeded(case.scripted or case.module))(folder)
+            made = case.scripted[0] if case.scripted else case.module
+            scenarios.script(_seeded(made))(folder)
         elif kind == "export":
             (folder / "model.pt2").write_bytes(_exported(name))
         else:
-            file = "model.py" if kind == "module" else f"factory_{name}.py"
-            scenarios.python(case.module, name=file)(folder)
-            if state := module.state_dict():
+            scenarios.python(case.module)(folder)
+            if state := _seeded(case.module).state_dict():
                 scenarios.safe(state)(folder)
 
     return write
@@ -301,20 +196,14 @@ def _write(kind: str, name: str) -> Writer:
 def _scenario(kind: str, name: str) -> Scenario:
     case = CASES[name]
     text, calls = case.config, case.calls
-    if kind == "torchscript" and case.script_config is not None:
-        text = case.script_config
-        calls = (Call(_nested_values(_SCRIPT_INPUTS, "scale"), _SCRIPT_OUT),)
-    if kind == "torchscript" and case.script_calls:
-        calls = case.script_calls
-    if kind == "factory":
-        value = f"factory_{name}:{case.module.__name__}"
-        text += f'parameters {{ key: "MODEL_FACTORY" value {{ string_value: "{value}" }} }}\n'
-    return Scenario(f"{kind}_{name}", _write(kind, name), text, calls, batches=case.batches)
+    if kind == "torchscript" and case.scripted:
+        _, text, calls = case.scripted
+    return Scenario(f"{kind}_{name}", _write(kind, name), text, calls)
 
 
 # --- configs that the model completes ----------------------------------------------------------
 
-_BARE = 'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
+
 _ONE_NAMED = tuple(
     Call(call.inputs, {"OUTPUT__0": call.expected["y"]})  # type: ignore[index]
     for call in _CALLS
@@ -349,16 +238,12 @@ def _examples(state: dict[str, Tensor]) -> Writer:
     return scenarios.safe(state, "example_inputs.safetensors")
 
 
-def _option(key: str, value: str) -> str:
-    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
-
-
 # The refusals that a real server runs, too: what ends the process that completes a config.
 COMPLETED = (
     Scenario(
         "complete_export_nested",
         _write("export", "nested"),
-        _BARE,
+        BARE,
         (
             Call(
                 _nested_values(_NESTED_SHORT, "scale"),
@@ -368,30 +253,24 @@ COMPLETED = (
     ),
     Scenario(
         "complete_aoti",
-        scenarios.both(
-            _PACKAGE,
-            _examples({"INPUT__0": torch.rand(2, 1, 8, 8)}),
-        ),
-        _BARE,
+        scenarios.both(_PACKAGE, _examples({"INPUT__0": torch.rand(2, 1, 8, 8)})),
+        BARE,
         tuple(_digits(rows) for rows in (1, 3, 8)),
     ),
     Scenario(
         "complete_torchscript",
         scenarios.both(_write("torchscript", "one"), _examples({"x": torch.rand(2, 4)})),
-        _BARE,
+        BARE,
         _ONE_NAMED,
     ),
     Scenario(
         "complete_strings",
         scenarios.text(models.source(Texts) + _EXAMPLE_TEXTS),
-        _BARE,
+        BARE,
         (
             Call(
-                {"texts": np.array([["z"]], dtype=np.object_)},
-                {
-                    "OUTPUT__0": np.array([[1]]),
-                    "OUTPUT__1": np.array([[b"z!"]], dtype=np.object_),
-                },
+                {"texts": scenarios.strings(["z"])},
+                {"OUTPUT__0": np.array([[1]]), "OUTPUT__1": scenarios.strings([b"z!"])},
             ),
         ),
     ),
@@ -401,27 +280,27 @@ COMPLETED = (
             scenarios.text(models.source(One) + _EXAMPLE_FUNCTION),
             scenarios.safe(_ONE.state_dict()),
         ),
-        _BARE + "max_batch_size: 8\n" + tensor("input", "x", [4]),
+        BARE + "max_batch_size: 8\n" + tensor("input", "x", [4]),
         _ONE_NAMED,
     ),
     scenarios.refused(
         "complete_without_examples",
         scenarios.python(One),
-        _BARE + _option("WEIGHTS", "none"),
+        BARE + scenarios.option("WEIGHTS", "none"),
         "config.pbtxt lists no inputs, and",
         "expected example_inputs.safetensors",
     ),
     scenarios.refused(
         "complete_crashes",
         scenarios.text("import ctypes\n\nctypes.string_at(0)\n"),
-        _BARE,
+        BARE,
         "trying the model ended the process with SIGSEGV",
     ),
 )
 
 
 # Types that the artifact contradicts.
-_WITHOUT_WARMUP = _option("WARMUP", "false")
+_WITHOUT_WARMUP = scenarios.option("WARMUP", "false")
 _IMAGES = config({"INPUT__0": [1, 8, 8]}, {"OUTPUT__0": [10]})
 CONTRADICTED = (
     scenarios.refused(

@@ -77,13 +77,6 @@ class Negate(nn.Module):
         return -x
 
 
-class WithDefault(nn.Module):
-    """Takes a number that configs leave out; returns more than they list."""
-
-    def forward(self, x: Tensor, scale: float = 2.0, *, bias: Tensor) -> dict[str, Tensor]:
-        return {"double": 2 * x, "y": x * scale + bias, "triple": 3 * x}
-
-
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor
@@ -95,7 +88,14 @@ class ReturnsNamedTuple(nn.Module):
 
 
 class Outputs(nn.Module):
-    """Outputs of several layouts in memory and of several origins; x comes in pairs of pairs."""
+    """Outputs of several layouts in memory and of several origins; x comes in pairs of pairs.
+
+    A hook of torch negates y.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda _, inputs, result: {**result, "y": -result["y"]})
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         rows = x.flatten(1)
@@ -103,23 +103,13 @@ class Outputs(nn.Module):
         with torch.enable_grad():
             gradient = x * torch.ones(2, 2, device=x.device, requires_grad=True)
         return {
-            "y": -x,
+            "y": x,
             "total": x.sum(dim=(1, 2)),
             "gradient": gradient,
             "a": wide[:, :, 0],
             "b": rows[:1].expand(len(rows), -1),
             "c": torch.view_as_complex(wide).conj().imag,
         }
-
-
-class Gradients(nn.Module):
-    """The gradients of the squares of x."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad((x * x).sum(), x)
-        return gradient
 
 
 class Judge(nn.Module):
@@ -338,16 +328,6 @@ class Chronicle(nn.Module):
             "new_story": story,
             "sum": total,
         }
-
-
-class Remembers(nn.Module):
-    """An LSTM's state, as PyTorch hands it on: a pair."""
-
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        total, count = state[0] + x, state[1] + 1
-        return total * count[:, :1], (total, count)
 
 
 class Slots(nn.Module):

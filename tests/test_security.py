@@ -21,6 +21,7 @@ from torch._inductor import config as inductor
 
 from torch_py_backend.config import options, threads
 from torch_py_backend.engine import compilation, load
+from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, PlatformError
 from torch_py_backend.loading import discovery, example_inputs
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
@@ -41,34 +42,32 @@ class _Code:
         return os.mkdir, (str(self.mark),)
 
 
-def _saved(mark: Path, path: Path) -> None:
-    torch.save({"weight": torch.ones(3), "extra": _Code(mark)}, path)
+_WRITERS: dict[str, Callable[[Any, Path], object]] = {
+    "torch.save": torch.save,
+    "before torch 1.6": lambda value, path: torch.save(
+        value, path, _use_new_zipfile_serialization=False
+    ),
+    "pickle": lambda value, path: path.write_bytes(pickle.dumps(value, protocol=4)),
+}
 
 
-def _saved_before_1_6(mark: Path, path: Path) -> None:
-    torch.save({"extra": _Code(mark)}, path, _use_new_zipfile_serialization=False)
+def _load(folder: Path, **overrides: Any) -> Engine:
+    config = build.config(folder, **overrides)
+    return load.build(config, threads.budget(config))
 
 
-def _plain_pickle(mark: Path, path: Path) -> None:
-    path.write_bytes(pickle.dumps({"extra": _Code(mark)}, protocol=4))
-
-
-@pytest.mark.parametrize("write", [_saved, _saved_before_1_6, _plain_pickle])
-def test_pickles_run_no_code(
-    tmp_path: Path, process: None, write: Callable[[Path, Path], None]
-) -> None:
-    """A pickle that would call something is refused, as weights and as the model's own file."""
+@pytest.mark.parametrize("kind", _WRITERS)
+def test_pickles_run_no_code_as_models_or_weights(tmp_path: Path, process: None, kind: str) -> None:
     mark = tmp_path / "mark"
-    write(mark, build.write(tmp_path, "model.pt", b""))
-    config = build.config(tmp_path)
+    written = build.write(tmp_path, "model.pt", b"")
+    _WRITERS[kind]({"weight": torch.ones(3), "extra": _Code(mark)}, written)
     with pytest.raises(LoadError):
-        load.build(config, threads.budget(config))
+        _load(tmp_path)
     build.write(tmp_path, "model.py", models.source(models.Affine))
     for name in ("model.pt", "model.pth"):
-        (tmp_path / "1" / "model.pt").rename(tmp_path / "1" / name)
-        config = build.config(tmp_path, weights=name)
+        written = written.rename(written.with_name(name))
         with pytest.raises(LoadError):
-            load.build(config, threads.budget(config))
+            _load(tmp_path, weights=name)
     assert not mark.exists()
 
 
@@ -83,16 +82,14 @@ def test_repacked_weights_are_copied(tmp_path: Path, process: None) -> None:
     ):
         for name in sound.namelist():
             packed.writestr(name, sound.read(name))
-    config = build.config(tmp_path)
-    loaded = load.build(config, threads.budget(config)).loaded
-    assert loaded.owner is not None
-    for name, tensor in loaded.owner.state_dict().items():
+    owner = _load(tmp_path).loaded.owner
+    assert owner is not None
+    for name, tensor in owner.state_dict().items():
         assert torch.equal(tensor, expected[name])
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"\x80\x02cposix\nmkdir\n(V/x\ntR."])
-def test_example_inputs_are_data(tmp_path: Path, damage: bytes) -> None:
-    """Example inputs are safetensors and nothing else."""
+def test_example_inputs_are_safetensors_and_nothing_else(tmp_path: Path, damage: bytes) -> None:
     path = build.write(tmp_path, "example_inputs.safetensors", damage)
     with pytest.raises(ArtifactError, match="cannot be read: SafetensorError"):
         example_inputs.find(build.config(tmp_path), Artifact(ArtifactType.TORCHSCRIPT, path))
@@ -102,7 +99,6 @@ def test_example_inputs_are_data(tmp_path: Path, damage: bytes) -> None:
 
 
 def test_options_are_not_evaluated(tmp_path: Path) -> None:
-    """Python in a parameter's value is a text, or refused."""
     mark = tmp_path / "mark"
     code = f"__import__('os').mkdir('{mark}')"
     for row in options.TABLE:
@@ -116,33 +112,25 @@ def test_options_are_not_evaluated(tmp_path: Path) -> None:
 
 
 _LONG = "a" * 300
+_ELSEWHERE = ["../../secret.pt", "{outside}/secret.pt", "link.pt", "folder/secret.pt", "circle.pt"]
+_ELSEWHERE += ["nul\0.pt", f"{_LONG}.pt", "/dev/zero"]
 
 
 @pytest.mark.parametrize(
     ("option", "name"),
-    [
-        ("weights", "../../secret.pt"),
-        ("weights", "{outside}/secret.pt"),
-        ("weights", "link.pt"),
-        ("weights", "folder/secret.pt"),
-        ("weights", "circle.pt"),
-        ("weights", "nul\0.pt"),
-        ("weights", f"{_LONG}.pt"),
-        ("weights", "/dev/zero"),
-        ("default_model_filename", "../../secret.pt"),
-    ],
+    [*(("weights", name) for name in _ELSEWHERE), ("default_model_filename", _ELSEWHERE[0])],
 )
-def test_no_option_leads_out_of_the_folder(tmp_path: Path, option: str, name: str) -> None:
-    """Neither a path nor a link that an option names opens another file than the model's."""
+def test_no_path_or_link_of_an_option_leads_out_of_the_folder(
+    tmp_path: Path, option: str, name: str
+) -> None:
     folder = tmp_path / "digits"
-    config = build.config(folder, **{option: name.format(outside=tmp_path)})
     build.write(folder, "model.py", "class Net: ...\n")
     torch.save({}, tmp_path / "secret.pt")
     (folder / "1" / "link.pt").symlink_to(tmp_path / "secret.pt")
     (folder / "1" / "folder").symlink_to(tmp_path)
     (folder / "1" / "circle.pt").symlink_to("circle.pt")
     with pytest.raises(ConfigError, match="expected a file in the model's own folder"):
-        discovery.find(config)
+        discovery.find(build.config(folder, **{option: name.format(outside=tmp_path)}))
 
 
 @pytest.mark.parametrize("name", ["model.pt", None])
@@ -172,16 +160,14 @@ def test_version_that_is_a_link(tmp_path: Path) -> None:
     ["../../secret.safetensors", "{outside}/secret.safetensors", "link", "a\0", _LONG, "gone", ""],
 )
 def test_no_shard_leads_out_of_the_folder(tmp_path: Path, process: None, shard: str) -> None:
-    """An index of weights names files beside it, and no others."""
     folder = tmp_path / "digits"
     build.write(folder, "model.py", models.source(models.Affine))
     safetensors.torch.save_file(models.Affine().state_dict(), tmp_path / "secret.safetensors")
     (folder / "1" / "link").symlink_to(tmp_path / "secret.safetensors")
     index = {"weight_map": {"linear.weight": shard.format(outside=tmp_path)}}
     build.write(folder, "model.safetensors.index.json", json.dumps(index))
-    config = build.config(folder)
     with pytest.raises(ArtifactError, match="expected a file beside the index"):
-        load.build(config, threads.budget(config))
+        _load(folder)
 
 
 # --- what is compiled is this user's alone -----------------------------------------------------
@@ -204,8 +190,9 @@ def _start(folder: Path, **options: Any) -> Path:
     return cache
 
 
-def test_compiled_code_is_private(tmp_path: Path, home: Path) -> None:
-    """Inductor's folder is in the model's, for this user only, whatever the umask."""
+def test_compiled_code_is_in_the_model_s_folder_for_this_user_only(
+    tmp_path: Path, home: Path
+) -> None:
     before = os.umask(0)
     try:
         cache = _start(tmp_path)
@@ -216,36 +203,27 @@ def test_compiled_code_is_private(tmp_path: Path, home: Path) -> None:
     assert not inductor.cpp_cache_precompile_headers  # they would be in /tmp
 
 
-def _others_may_add(cache: Path) -> None:
-    cache.chmod(0o777)
+_CHANGES: dict[str, Callable[[Path], object]] = {
+    "others may add": lambda cache: cache.chmod(0o777),
+    "others may write": lambda cache: (cache / "fxgraph/kernel.so").chmod(0o666),
+    "another user's": lambda cache: os.chown(cache / "fxgraph/kernel.so", 12345, -1),
+    "link": lambda cache: (cache / "fxgraph/linked.so").symlink_to("kernel.so"),
+}
 
 
-def _others_may_write(cache: Path) -> None:
-    cache.chmod(0o755)
-    (cache / "fxgraph" / "kernel.so").chmod(0o666)
-
-
-def _another_users(cache: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root can give a file away")
-    cache.chmod(0o755)
-    os.chown(cache / "fxgraph" / "kernel.so", 12345, -1)
-
-
-def _link(cache: Path) -> None:
-    cache.chmod(0o755)
-    (cache / "fxgraph" / "linked.so").symlink_to("kernel.so")
-
-
-@pytest.mark.parametrize("change", [_others_may_add, _others_may_write, _another_users, _link])
+@pytest.mark.parametrize("change", _CHANGES)
 def test_compiled_code_that_others_could_have_written(
     tmp_path: Path,
     home: Path,
-    change: Callable[[Path], None],
+    change: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It is not loaded: another folder is used with a warning, or the load fails."""
-    change(_start(tmp_path))
+    if change == "another user's" and os.geteuid():
+        pytest.skip("only root can give a file away")
+    started = _start(tmp_path)
+    started.chmod(0o755)
+    _CHANGES[change](started)
     before = sorted((tmp_path / "compile_cache").rglob("*"))
     cache = home / "torch-py-backend" / "compile_cache" / build.MODEL
     with compilation.cached(build.config(tmp_path)):

@@ -16,7 +16,6 @@ LIBTORCH_KEYS = """
     INTRA_OP_THREAD_COUNT NUM_INTEROP_THREADS INTER_OP_THREAD_COUNT EXECUTION_ENV_PATH
     TORCH_COMPILE_OPTIONAL_PARAMETERS FORCE_CPU_ONLY_INPUT_TENSORS
 """
-_COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 
 
 def parsed(**parameters: str) -> Options:
@@ -152,19 +151,3 @@ def test_ignored_key_is_warned_about_with_the_most_similar_one(
 ) -> None:
     assert parsed(**{key: "1"}, WARMUP="true") == Options(warmup=True)
     assert caplog.messages == [f"the parameter {key} {problem}"]
-
-
-@pytest.mark.parametrize(
-    ("key", "text", "field", "value"),
-    [
-        ("OPTIMIZE", "none", "weights_dtype", None),
-        ("OPTIMIZE", "bf16,freeze", "weights_dtype", "bfloat16"),
-        ("OPTIMIZE", "fp16", "weights_dtype", "float16"),
-        # This backend records the shapes of a call.
-        (_COMPILE, '{"backend": "cudagraphs"}', "static_shapes", True),
-        (_COMPILE, '{"backend": "cudagraphs", "dynamic": true}', "static_shapes", False),
-        (_COMPILE, "{}", "static_shapes", False),
-    ],
-)
-def test_what_follows_from_an_option(key: str, text: str, field: str, value: object) -> None:
-    assert getattr(parsed(**{key: text}), field) == value

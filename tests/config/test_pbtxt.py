@@ -6,7 +6,6 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -97,14 +96,6 @@ def test_broken_file_is_refused_with_the_line(
         _read(tmp_path, text)
     assert str(refusal.value).startswith("config.pbtxt cannot be read: ")
     assert message in str(refusal.value)
-
-
-def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Path, "read_bytes", Mock(side_effect=PermissionError(13, "Permission denied"))
-    )
-    with pytest.raises(ConfigError, match=r"Permission denied"):
-        _read(tmp_path, _TYPICAL)
 
 
 def test_without_protobuf_it_says_what_to_install(
