@@ -40,7 +40,6 @@ def _filled(schema: Entry, **written: Any) -> Entry:
 
 
 def test_complete_config_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A complete config starts no child process."""
     monkeypatch.setattr(child_process, "run", mock.Mock(side_effect=AssertionError))
     monkeypatch.setattr(fake_triton, "_model_dir", "/models/digits/1")
     config: Any = fake_triton.ModelConfig(json.loads(build.arguments()["model_config"]))
@@ -59,8 +58,9 @@ def test_complete_config_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"output": [_tensor("y", dims=[5])]}, 8, _X, _tensor("y", dims=[5])),
     ],
 )
-def test_written_values_are_kept(written: Entry, size: int, x: Entry, y: Entry) -> None:
-    """If the config lists the inputs, its max_batch_size applies, even if it is 0."""
+def test_what_config_pbtxt_has_is_kept_also_a_batch_size_of_0_beside_inputs(
+    written: Entry, size: int, x: Entry, y: Entry
+) -> None:
     document = _filled(_BATCHED, **written)
     assert document["max_batch_size"] == size
     assert (document["input"][0], document["output"][0]) == (x, y)

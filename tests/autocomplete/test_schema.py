@@ -81,10 +81,9 @@ class _Typed(nn.Module):
     ],
     ids=["batch", "listed"],
 )
-def test_exported(
+def test_exported_program_describes_itself_and_its_example_is_not_read(
     document: dict[str, Any], described: tuple[str, str, int], tmp_path: Path
 ) -> None:
-    """Names, types, dims and the batch come from the program; it and examples are not used."""
     args = torch.rand(3, 5, 4), torch.ones(3, 5, dtype=torch.int64)
     mask = torch.ones(3, 1, dtype=torch.bool)
     one, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", max=32)
@@ -115,8 +114,7 @@ def _listed(**dims: list[int]) -> list[dict[str, Any]]:
     ]
 
 
-def test_outputs_that_made_up_values_do_not_show(tmp_path: Path) -> None:
-    """A model that refuses made-up values raises an error with the cure."""
+def test_model_that_refuses_made_up_values_needs_an_example_or_outputs(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _STRICT)
     message = "the model fails with made-up values for its inputs: .*x is too small.*example"
     with pytest.raises(ConfigError, match=message) as error:
@@ -133,14 +131,16 @@ def test_outputs_that_made_up_values_do_not_show(tmp_path: Path) -> None:
         {"model_transaction_policy": {"decoupled": True}},
     ],
 )
-def test_models_that_are_not_run(written: dict[str, Any], tmp_path: Path) -> None:
-    """A config of such a model needs all its tensors."""
+def test_ragged_decoupled_and_sequence_models_need_all_their_tensors(
+    written: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"which are not inferred for .*; expected data_type"):
         _describe(tmp_path, **written)
 
 
-def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package runs on the device that it was built for, without an instance's device."""
+def test_package_runs_on_the_device_that_it_was_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = build.write(tmp_path, "model.pt2", b"")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("model/data/aotinductor/model/net.wrapper.so", "")
@@ -201,13 +201,9 @@ _TWO_ROWS = "{'x': torch.rand(2, 4)}"
         ),
     ],
 )
-def test_examples(
+def test_tensors_are_those_of_the_example_and_a_batch_grows_with_it(
     body: str, examples: str, described: tuple[str, str, int], tmp_path: Path
 ) -> None:
-    """Names, types and dims are those of the example and of what forward() makes of it.
-
-    The first dimension is a batch if it is that of all outputs, too, and grows with it.
-    """
     arguments = "(x: list[str])" if "texts" in body else "(x, table=None)"
     source = _FUNCTION.replace("(x)", arguments).format(
         body=body.replace("texts", "x"), examples=f"{{'x': {examples}}}"
@@ -216,14 +212,12 @@ def test_examples(
     assert _describe(tmp_path) == described
 
 
-def test_written_batch_size(tmp_path: Path) -> None:
-    """A max_batch_size in the config makes dimension 0 the batch, whatever the outputs show."""
+def test_max_batch_size_of_the_config_makes_dimension_0_the_batch(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _FUNCTION.format(body="x[:2]", examples=_TWO_ROWS))
     assert _describe(tmp_path, max_batch_size=16)[:2] == ("x FP32 [4]", "OUTPUT__0 FP32 [4]")
 
 
-def test_file_of_examples(tmp_path: Path) -> None:
-    """A file of examples comes before a function in model.py."""
+def test_file_of_examples_comes_before_a_function(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _FUNCTION.format(body="x[:, :3]", examples="1 / 0"))
     examples = {"x": torch.rand(2, 4)}
     safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
@@ -246,7 +240,6 @@ def test_file_of_examples(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_examples(tmp_path: Path, examples: str | None, message: str) -> None:
-    """Invalid examples raise an error with what they are and what is expected."""
     if examples is None:
         build.write(tmp_path, "example_inputs.safetensors", b"<html>not found</html>")
     source = _FUNCTION.format(body="x @ torch.rand(4, 3)", examples=examples)
@@ -310,10 +303,9 @@ _PAIR = "def example_inputs():\n    return {'x': torch.rand(2, 4), 'm': torch.ra
     ],
     ids=["texts", "listed", "example", "without-a-batch"],
 )
-def test_hooks(
+def test_inputs_come_from_config_or_example_and_outputs_from_the_hooks(
     parts: dict[str, str], config: dict[str, Any], described: tuple[str, str, int], tmp_path: Path
 ) -> None:
-    """Inputs come from the config or an example, outputs from runs of the hooks."""
     (tmp_path / "1").mkdir()
     scenarios.hooked(_HOOKS.format(**_ROW | parts))(tmp_path / "1")
     if "input" in config:
@@ -329,10 +321,9 @@ def test_hooks(
     ],
     ids=["no-inputs", "fails"],
 )
-def test_hooks_that_cannot_be_run(
+def test_hooks_that_cannot_be_run_need_inputs_or_an_example(
     prepared: str, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """The error asks for inputs, or for an example that the hooks accept."""
     (tmp_path / "1").mkdir()
     scenarios.hooked(_HOOKS.format(**_ROW | {"prepared": prepared}))(tmp_path / "1")
     with pytest.raises(ConfigError, match=f"(?s){message}.*example_inputs.safetensors"):

@@ -94,18 +94,16 @@ _INDEX = "model.safetensors.index.json"
         (_PY | {"model.pt": script}, "model.pt", ArtifactType.TORCHSCRIPT, "model.pt"),
     ],
 )
-def test_model_file(
+def test_model_is_the_named_file_else_model_py_model_pt_or_model_pt2(
     files: _Files, name: str | None, kind: ArtifactType, found: str, tmp_path: Path
 ) -> None:
-    """The model is the named file of its version, else model.py, model.pt or model.pt2."""
     version = store(tmp_path, files).rename(tmp_path / "12")
     artifact = discovery.find(build.config(tmp_path, version="12", default_model_filename=name))
     model, _, beside = found.partition(" ")
     assert artifact == Artifact(kind, version / model, version / beside if beside else None)
 
 
-def test_missing_model_file(tmp_path: Path) -> None:
-    """The error lists the existing files and the expected names; a folder is no model."""
+def test_error_lists_the_existing_files_and_the_expected_names(tmp_path: Path) -> None:
     for file in ("b.txt", "a.pt", "model.py/x"):
         build.write(tmp_path, file, "")
     (tmp_path / "1" / "model.pth").symlink_to("gone.pt")
@@ -131,18 +129,18 @@ _MANY = _PY | {"model.pt": weights, "model.pth": weights}
         ({"model.pt": weights}, _FACTORY, Artifact(ArtifactType.FACTORY, Path(), Path("model.pt"))),
     ],
 )
-def test_options(
+def test_weights_and_model_factory_select_the_files(
     files: _Files, options: dict[str, str], expected: Artifact, tmp_path: Path
 ) -> None:
-    """WEIGHTS and MODEL_FACTORY select the model and its weights."""
     version = store(tmp_path, files)
     beside = expected.weights and version / expected.weights
     expected = dataclasses.replace(expected, path=version / expected.path, weights=beside)
     assert discovery.find(build.config(tmp_path, **options)) == expected
 
 
-def test_named_weights(tmp_path: Path) -> None:
-    """Named weights may be in a folder that all versions share, and links to files of the model."""
+def test_named_weights_may_be_beside_the_versions_and_links_within_the_model(
+    tmp_path: Path,
+) -> None:
     store(tmp_path / "store", _PY | {"epoch7.pt": weights, "../2/best.pt": weights})
     (tmp_path / "store" / "1" / "best.pt").symlink_to("epoch7.pt")
     (tmp_path / "digits").symlink_to(tmp_path / "store")
@@ -152,7 +150,6 @@ def test_named_weights(tmp_path: Path) -> None:
 
 
 def test_several_weights_need_a_name(tmp_path: Path) -> None:
-    """Two candidates for the weights are an error; the parameter WEIGHTS decides."""
     names = ["model.safetensors", _INDEX, "model.pth"]
     version = store(tmp_path, _PY | dict.fromkeys(names, weights))
     with pytest.raises(ArtifactError, match=f"{' and '.join(names)}; expected one .* WEIGHTS"):
@@ -174,8 +171,9 @@ def test_several_weights_need_a_name(tmp_path: Path) -> None:
         ("def (", "model.py"),
     ],
 )
-def test_source_beside_a_complete_model(text: str, model: str, tmp_path: Path) -> None:
-    """A model.py without a module belongs to the complete model beside it."""
+def test_model_py_without_a_module_belongs_to_the_complete_model_beside_it(
+    text: str, model: str, tmp_path: Path
+) -> None:
     version = store(tmp_path, {"model.pt": script})
     build.write(tmp_path, "model.py", text)
     artifact = discovery.find(build.config(tmp_path))
@@ -184,8 +182,7 @@ def test_source_beside_a_complete_model(text: str, model: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("options", [{}, {"model_factory": "torch.nn:Identity"}])
-def test_hooks(options: dict[str, str], tmp_path: Path) -> None:
-    """The hooks of any artifact are in hooks.py."""
+def test_hooks_of_any_artifact_are_in_hooks_py(options: dict[str, str], tmp_path: Path) -> None:
     store(tmp_path, {"model.pt": script})
     assert discovery.find(build.config(tmp_path, **options)).hooks is None
     path = build.write(tmp_path, "hooks.py", "class Hooks: ...\n")
@@ -204,10 +201,9 @@ def test_hooks(options: dict[str, str], tmp_path: Path) -> None:
         (Artifact(ArtifactType.FACTORY, Path()), ["a", "b", "broken.json", "model.pt", "model.py"]),
     ],
 )
-def test_weight_files(
+def test_files_of_the_weights_are_the_file_and_its_existing_shards(
     artifact: Artifact, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """weight_files() returns the file of the weights with existing shards."""
     for name in ("model.py", "model.pt", "broken.json", "a", "b"):
         (tmp_path / name).write_text("x")
     index = tmp_path / "model.safetensors.index.json"
@@ -263,8 +259,7 @@ CONTENTS: dict[str, tuple[_Writer, ArtifactType | Misfit]] = {
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_content(name: str, tmp_path: Path) -> None:
-    """The type follows from the first bytes and the members, for every way of saving."""
+def test_type_follows_from_the_first_bytes_and_the_members(name: str, tmp_path: Path) -> None:
     write, content = CONTENTS[name]
     write(tmp_path / "model.pt")
     assert discovery.file_type(tmp_path / "model.pt") is content
@@ -285,6 +280,5 @@ _PACKAGE = "data/aotinductor/model/abc_metadata.json"
 def test_metadata_of_a_package(
     member: str, content: bytes, metadata: dict[str, str], tmp_path: Path
 ) -> None:
-    """Metadata names the target machine; without it torch decides whether a package loads."""
     archive(**{member: content})(tmp_path / "model.pt2")
     assert discovery.aoti_metadata(tmp_path / "model.pt2") == metadata

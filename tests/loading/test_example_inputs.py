@@ -33,13 +33,11 @@ def shapes(item: Item) -> dict[str, tuple[int, ...]]:
 def test_item_has_the_configs_shapes(
     rows: int | None, shrunk: bool, expected: dict[str, tuple[int, ...]]
 ) -> None:
-    """All inputs have the same rows, and only dimensions of -1 differ."""
     config = build.config(inputs=(build.spec("x", dims=(3, -1)), build.spec("n", "INT64", ())))
     assert shapes(example_inputs.item(config, rows, shrunk=shrunk)) == expected
 
 
-def test_sizes_with_padding() -> None:
-    """With PAD the sizes are rounded up, and still differ."""
+def test_sizes_with_padding_are_rounded_up_and_still_differ() -> None:
     inputs = (build.spec("x", dims=(-1,)), build.spec("m", "INT64", (-1,)))
     config = build.config(inputs=inputs, pad={"x": {"multiple_of": 16}})
     for shrunk, size in ((False, 32), (True, 16)):
@@ -47,8 +45,7 @@ def test_sizes_with_padding() -> None:
         assert shapes(item) == {"x": (1, size), "m": (1, size)}
 
 
-def test_item_has_the_configs_type() -> None:
-    """Each dtype has a sample: floats between 0 and 1, integers of 1, strings as in a request."""
+def test_made_up_values_are_floats_from_0_to_1_integers_of_1_and_strings() -> None:
     for dtype in dtypes.TABLE:
         spec = build.spec("x", dtype.triton, (100,))
         value: Any = example_inputs.item(build.config(inputs=(spec,)), 3)["x"]
@@ -72,8 +69,9 @@ def test_item_has_the_configs_type() -> None:
         pytest.param(0, False, [], id="no row"),
     ],
 )
-def test_rows_of_an_example(rows: int, shrunk: bool, expected: list[list[int]]) -> None:
-    """The rows of an example are repeated, and dimensions of -1 are shortened."""
+def test_rows_of_an_example_are_repeated_and_dims_of_minus_1_shortened(
+    rows: int, shrunk: bool, expected: list[list[int]]
+) -> None:
     config = build.config(inputs=(build.spec("x", "INT64", (-1,)), build.spec("n")))
     example = torch.arange(1, 9).reshape(2, 4)
     for value in (example, example.numpy().astype(np.object_)):  # strings are arrays of objects
@@ -96,13 +94,13 @@ def test_rows_of_an_example(rows: int, shrunk: bool, expected: list[list[int]]) 
         ((4,), np.full((2, 4), "text", dtype=np.object_), False),
     ],
 )
-def test_an_example_fits_its_input(dims: tuple[int, ...], value: Any, fits: bool) -> None:
-    """An example of another dtype or shape does not fit its input."""
+def test_an_example_fits_if_dtype_and_shape_do(
+    dims: tuple[int, ...], value: Any, fits: bool
+) -> None:
     assert example_inputs.fits(build.config(), build.spec("x", dims=dims), value) is fits
 
 
-def test_rows_of_one_value() -> None:
-    """All rows of one value are equal: an argument annotated as float gets one number."""
+def test_rows_of_one_value_are_equal_as_an_argument_may_be_a_float() -> None:
     config = build.config(inputs=(build.spec("x", dims=()), build.spec("y", dims=(1, 1))))
     item = example_inputs.item(config, 4)
     assert shapes(item) == {"x": (4,), "y": (4, 1, 1)}

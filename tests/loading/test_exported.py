@@ -52,7 +52,6 @@ def dynamic(least: int | None = None, most: int | None = None) -> Any:
 
 
 def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
-    """A number of the export is not an input, and is passed with each call."""
     x, y = torch.full((2, 2), 2.0), torch.full((2, 2), 1.0)
     save_program(tmp_path, Power(), torch.rand(2, 2), 3, torch.rand(2, 2))
     program = loaded(tmp_path)
@@ -69,14 +68,12 @@ def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
         pytest.param(({1: torch.export.Dim("width")},), Rows(4, 4), id="fixed"),
     ],
 )
-def test_row_limits_of_a_program(dims: Any, rows: Rows, tmp_path: Path) -> None:
-    """The limits of dimension 0 are read from the program."""
+def test_row_limits_are_read_from_the_program(dims: Any, rows: Rows, tmp_path: Path) -> None:
     save_program(tmp_path, nn.ReLU(), torch.rand(4, 2), dims=dims)
     assert loaded(tmp_path).rows == rows
 
 
-def test_programs_without_limits(tmp_path: Path) -> None:
-    """There are no limits without a batch dimension, or if inputs differ in dimension 0."""
+def test_no_row_limits_without_a_common_dimension_0(tmp_path: Path) -> None:
     save_program(tmp_path, nn.ReLU(), torch.rand(4, 2))
     assert loaded(tmp_path, rows=0).rows == ANY_ROWS
     save_program(tmp_path, Total(), torch.rand(4, 2), torch.rand(3))

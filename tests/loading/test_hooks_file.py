@@ -38,11 +38,7 @@ def method(definition: str) -> str:
 # --- the class -------------------------------------------------------------------------------
 
 
-def test_class(tmp_path: Path) -> None:
-    """The hooks are methods or functions of the class Hooks, whose constructor may get the folder.
-
-    The text lists them in the order in which they run, as they are declared.
-    """
+def test_hooks_are_methods_or_functions_of_a_class_that_may_take_the_folder(tmp_path: Path) -> None:
     hooks = load(
         tmp_path,
         """
@@ -83,8 +79,9 @@ class Hooks:
         ),
     ],
 )
-def test_refused_class(code: str, message: str, tmp_path: Path) -> None:
-    """A class that cannot be created, or has no hooks, is named at load."""
+def test_class_that_cannot_be_created_or_has_no_hooks_is_refused(
+    code: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ArtifactError) as refusal:
         load(tmp_path, code)
     assert message in str(refusal.value)
@@ -93,8 +90,7 @@ def test_refused_class(code: str, message: str, tmp_path: Path) -> None:
 # --- methods ---------------------------------------------------------------------------------
 
 
-def test_signatures(tmp_path: Path) -> None:
-    """Arguments may have any name but `parameters`; arguments with defaults are ignored."""
+def test_arguments_may_have_any_name_but_parameters(tmp_path: Path) -> None:
     for definition in (
         "def preprocess(self, x, parameters)",
         "def preprocess_batch(self, parameters, x)",
@@ -106,8 +102,7 @@ def test_signatures(tmp_path: Path) -> None:
         assert hooks.takes_parameters == ("parameters" in definition)
 
 
-def test_hooks_that_exclude_each_other(tmp_path: Path) -> None:
-    """Two methods that do the same are refused."""
+def test_two_methods_that_do_the_same_are_refused(tmp_path: Path) -> None:
     code = "def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)"
     with pytest.raises(ArtifactError, match=r"has collate\(\) and preprocess_batch\(\)"):
         load(tmp_path, method(code))
@@ -130,10 +125,9 @@ def test_hooks_that_exclude_each_other(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_contradictions(
+def test_options_that_exclude_hooks_are_refused(
     definition: str, overrides: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """Options that exclude hooks are refused at load."""
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path, method(definition), **overrides)
     assert message in str(refusal.value)
@@ -149,9 +143,9 @@ def test_contradictions(
         (SystemExit(3), False),
     ],
 )
-def test_client_errors(error: BaseException, refused: bool) -> None:
-    """A ValueError in preprocess() is the client's fault; other errors are the model's."""
-
+def test_value_errors_of_preprocess_are_the_clients_and_others_the_models(
+    error: BaseException, refused: bool
+) -> None:
     def fails() -> None:
         raise error
 
@@ -164,8 +158,9 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
         assert isinstance(raised.value, ForwardError) == (raised.value.__cause__ is error)
 
 
-def test_refusals_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A refusal may be a mistake in preprocess(): the log has the first one's traceback."""
+def test_first_refusal_is_logged_as_it_may_be_a_mistake(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     hooks = load(tmp_path, "class Hooks:\n    def preprocess(self, x):\n        return int(x)\n")
     assert hooks.preprocess is not None
     for value in ("one", "two"):
@@ -179,8 +174,7 @@ def test_refusals_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 # --- beside a model.py -----------------------------------------------------------------------
 
 
-def test_class_in_the_wrong_file(tmp_path: Path) -> None:
-    """A class of hooks in the model.py beside an artifact is refused; other classes are not."""
+def test_hooks_in_a_model_py_are_refused_and_other_classes_are_not(tmp_path: Path) -> None:
     torch.jit.script(models.Negate()).save(build.write(tmp_path, "model.pt", ""))
     settings = build.config(tmp_path, default_model_filename="model.pt")
     build.write(tmp_path, "model.py", f"class Other:\n{_POST}class Hooks:\n    pass\n")

@@ -29,10 +29,9 @@ def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> Mo
         ("BYTES", b"\2\0\0\0ab\0\0\0\0", [b"ab", b""]),
     ],
 )
-def test_initial_state_of_a_file(
+def test_bytes_of_data_file_are_the_values(
     dtype: str, content: bytes, values: list[Any], tmp_path: Path
 ) -> None:
-    """The bytes of data_file are the values; each string follows its length."""
     state = initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)["total"]
     assert state.tolist() == [values]
 
@@ -44,16 +43,16 @@ def test_initial_state_of_a_file(
         ("BYTES", b"\2\0\0\0ab\5\0\0\0", "holds 1 string; expected 2 strings"),
     ],
 )
-def test_a_file_that_does_not_fit(dtype: str, content: bytes, message: str, tmp_path: Path) -> None:
-    """A file with other contents is refused at load."""
+def test_a_file_that_is_too_short_is_refused(
+    dtype: str, content: bytes, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ArtifactError) as refusal:
         initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)
     assert "data_file of the state 'total'" in str(refusal.value)
     assert message in str(refusal.value)
 
 
-def test_link_out_of_the_folder(tmp_path: Path) -> None:
-    """A link to a file outside the model's folder is refused."""
+def test_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     secret, folder = tmp_path / "secret", tmp_path / "model" / "initial_state"
     secret.write_bytes(bytes(16))
     folder.mkdir(parents=True)

@@ -41,8 +41,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 # --- weights of state_dicts -------------------------------------------------------------------
 
 
-def test_copied_weight_is_mapped(path: Path) -> None:
-    """The parameter is the same object, in the memory of the file."""
+def test_loaded_parameter_is_the_same_object_in_the_memory_of_the_file(path: Path) -> None:
     state = saved(nn.Linear(5, 3).state_dict(), path)
     linear = nn.Linear(5, 3)
     weight = linear.weight
@@ -59,7 +58,6 @@ def test_copied_weight_is_mapped(path: Path) -> None:
 
 
 def test_what_a_model_writes_stays_in_its_process(path: Path) -> None:
-    """Writing to a weight changes neither the file nor another mapping of it."""
     state = saved({"mean": torch.zeros(4)}, path)
     before = path.read_bytes()
     mean = torch.ones(4)
@@ -79,8 +77,9 @@ _BASE = torch.zeros(8, 4)
     [(torch.zeros(4, 4).double(), None), (torch.zeros(4, 4).t(), None), (_BASE[:4], _BASE)],
     ids=["dtype", "layout", "view"],
 )
-def test_weight_that_cannot_be_mapped(weight: Tensor, other: Tensor | None, path: Path) -> None:
-    """A weight of another dtype or layout, or with a view, is copied; the view has its values."""
+def test_weight_of_another_dtype_or_layout_or_with_a_view_is_copied(
+    weight: Tensor, other: Tensor | None, path: Path
+) -> None:
     values = torch.arange(16.0).reshape(4, 4)
     state = saved({"weight": values}, path)
     with AliasOnCopy(state.values()):
@@ -91,8 +90,7 @@ def test_weight_that_cannot_be_mapped(weight: Tensor, other: Tensor | None, path
         assert torch.equal(other[:4], values)
 
 
-def test_two_weights_of_one_record(tmp_path: Path) -> None:
-    """Writing to one of two weights that are one in the file does not change the other."""
+def test_two_weights_of_one_record_stay_two(tmp_path: Path) -> None:
     value = torch.zeros(4)
     state = saved({"a": value, "b": value}, tmp_path / "weights.pt")
     first, second = torch.ones(4), torch.ones(4)
@@ -105,7 +103,6 @@ def test_two_weights_of_one_record(tmp_path: Path) -> None:
 
 
 def test_computed_values_are_copied(path: Path) -> None:
-    """Only memory of the file is shared."""
     state = saved({"weight": torch.ones(4)}, path)
     weight, computed = torch.zeros(4), state["weight"] * 2
     with AliasOnCopy(state.values()):
@@ -114,8 +111,7 @@ def test_computed_values_are_copied(path: Path) -> None:
     assert torch.equal(weight, torch.full((4,), 2.0))
 
 
-def test_part_of_a_tensor(path: Path) -> None:
-    """A part of a tensor is shared, as in modules that split a matrix."""
+def test_part_of_a_tensor_is_mapped(path: Path) -> None:
     state = saved({"qkv": torch.arange(24.0).reshape(6, 4)}, path)
     parts = [torch.zeros(2, 4) for _ in range(3)]
     with AliasOnCopy(state.values()):
@@ -164,8 +160,9 @@ def save_program(net: Net, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("make", [scripted, save_program])
-def test_weights_of_an_archive(make: Callable[[Net, Path], Any], tmp_path: Path) -> None:
-    """All weights are mapped, with the same results; writes stay in the process."""
+def test_weights_of_an_archive_are_mapped_and_writes_stay_in_the_process(
+    make: Callable[[Net, Path], Any], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     net: Any = Net().eval()
     path, x = tmp_path / "model.pt", torch.rand(2, 6)
@@ -182,8 +179,7 @@ def test_weights_of_an_archive(make: Callable[[Net, Path], Any], tmp_path: Path)
     assert first.data_ptr() != second.data_ptr()
 
 
-def test_weights_that_stay(tmp_path: Path) -> None:
-    """Only weights of equal bytes are shared, and only those without a view."""
+def test_weights_of_other_bytes_or_with_a_view_are_not_mapped(tmp_path: Path) -> None:
     net = torch.jit.script(Net().eval())
     net.save(tmp_path / "model.pt")
     with torch.no_grad():

@@ -46,8 +46,9 @@ def module() -> Iterator[nn.Module]:
 
 
 @pytest.mark.parametrize("kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT])
-def test_channels_last(module: nn.Module, kind: ArtifactType) -> None:
-    """The weights of convolutions change their layout, not their values, also for a method."""
+def test_channels_last_changes_the_layout_of_weights_alone(
+    module: nn.Module, kind: ArtifactType
+) -> None:
     x = torch.rand(2, 3, 8, 8)
     expected = module(x)
     owner: Any = torch.jit.script(module) if kind is ArtifactType.TORCHSCRIPT else module
@@ -59,7 +60,6 @@ def test_channels_last(module: nn.Module, kind: ArtifactType) -> None:
 
 
 def test_method_of_torchscript_is_frozen(module: nn.Module) -> None:
-    """A frozen graph has no parameters, and returns the same."""
     x = torch.rand(2, 3, 8, 8)
     script: Any = torch.jit.script(module)
     config = build.config(optimize=("freeze",), method="raw")
@@ -78,8 +78,7 @@ def test_method_of_torchscript_is_frozen(module: nn.Module) -> None:
         ("channels_last", ArtifactType.MODULE, "does not support"),
     ],
 )
-def test_unsupported_optimizations(name: str, kind: ArtifactType, message: str) -> None:
-    """An optimization that does not apply to the artifact is refused."""
+def test_unsupported_optimizations_are_refused(name: str, kind: ArtifactType, message: str) -> None:
     owner = None if kind is ArtifactType.MODULE else nn.ReLU()
     with pytest.raises(ConfigError, match=message):
         registry.optimize(build.config(optimize=(name,)), loaded(kind, owner, lambda x: x))

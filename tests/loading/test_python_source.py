@@ -81,13 +81,13 @@ def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
         pytest.param(NET + FIRST, {"python_runtime": True}, 3, id="runtime, by the alphabet"),
     ],
 )
-def test_what_is_served(source: str, options: dict[str, Any], answer: int, tmp_path: Path) -> None:
-    """The only class or function of a file is served, or the one that an option names."""
+def test_only_class_or_function_is_served_or_the_one_that_an_option_names(
+    source: str, options: dict[str, Any], answer: int, tmp_path: Path
+) -> None:
     assert constructed(tmp_path, source, **options)(1) == answer
 
 
-def test_imported_class_is_served_by_its_name(tmp_path: Path) -> None:
-    """A class of a file beside model.py is served if it is named, or by the Python runtime."""
+def test_imported_class_is_served_by_its_name_or_to_the_python_runtime(tmp_path: Path) -> None:
     build.write(tmp_path, "sibling_with_a_class.py", NET)
     source = "from sibling_with_a_class import Net\n"
     assert "model.py defines no nn.Module and no function" in refusal(tmp_path, source)
@@ -131,7 +131,6 @@ def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_source_that_is_refused(
     source: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """No candidate, several, other arguments and a failing constructor are errors with a reason."""
     text = refusal(tmp_path, source, **options)
     assert message in text
     assert "/nowhere/secret" not in text
@@ -149,8 +148,9 @@ def test_source_that_is_refused(
         ("import os\nimport unclosed\n", "never closed (unclosed.py, line 5)"),
     ],
 )
-def test_error_of_an_import(source: str | bytes, message: str, tmp_path: Path) -> None:
-    """The error of an import has the line of model.py, also for a file that it imports."""
+def test_error_of_an_import_has_the_line_of_model_py(
+    source: str | bytes, message: str, tmp_path: Path
+) -> None:
     build.write(tmp_path, "dividing.py", "x = 1\n\ny = 1 / 0\n")
     build.write(tmp_path, "unclosed.py", "x = 1\n\n\n\ny = (\n")
     for _ in range(2):  # a file that failed is not taken from sys.modules
@@ -159,8 +159,7 @@ def test_error_of_an_import(source: str | bytes, message: str, tmp_path: Path) -
         assert message in text
 
 
-def test_siblings_can_be_imported(tmp_path: Path) -> None:
-    """Files and packages beside model.py can be imported, also later; no bytecode is written."""
+def test_siblings_can_be_imported_also_later_and_no_bytecode_is_written(tmp_path: Path) -> None:
     build.write(tmp_path, "sibling_number.py", "NUMBER = 3\n")
     build.write(tmp_path, "sibling_package/__init__.py", "from .inner import NUMBER\n")
     build.write(tmp_path, "sibling_package/inner.py", "NUMBER = 4\n")
@@ -229,8 +228,9 @@ def built(folder: Path, factory: str, **options: Any) -> tuple[Any, bool]:
     return python_source.construct(settings, artifact)
 
 
-def test_class_of_a_package_is_built(package: str, tmp_path: Path, stub_module: None) -> None:
-    """MODEL_FACTORY names a class or a nested name of a package, or of the version folder."""
+def test_model_factory_names_a_class_of_a_package_or_of_the_version_folder(
+    package: str, tmp_path: Path, stub_module: None
+) -> None:
     folder = tmp_path / "digits"
     build.write(folder, "model.py", PACKAGE)
     size, offset = {"model_kwargs": {"size": 5}}, {"model_kwargs": {"offset": 5}}
@@ -246,10 +246,9 @@ def test_class_of_a_package_is_built(package: str, tmp_path: Path, stub_module: 
     ("files", "expected"),
     [(["config.json"], ""), (["1/config.json", "config.json"], "1"), ([], None)],
 )
-def test_from_pretrained(
+def test_from_pretrained_gets_the_folder_with_config_json_and_no_network(
     files: list[str], expected: str | None, package: str, tmp_path: Path
 ) -> None:
-    """from_pretrained() gets the folder with config.json, and no network; else it is not called."""
     folder = tmp_path / "digits"
     (folder / "1").mkdir(parents=True)
     for name in files:
@@ -273,8 +272,9 @@ def test_from_pretrained(
         (".models:Net", "Give its arguments as JSON in the parameter MODEL_KWARGS"),
     ],
 )
-def test_factory_that_fails(name: str, message: str, package: str, tmp_path: Path) -> None:
-    """A missing or failing factory is an error with its reason, and no folders of the server."""
+def test_factory_that_fails_is_named_without_folders_of_the_server(
+    name: str, message: str, package: str, tmp_path: Path
+) -> None:
     options = {"model_kwargs": {"width": 3}} if name == ".models:Net" else {}
     with pytest.raises(ArtifactError) as raised:
         built(tmp_path / "digits", f"{package}{name}", **options)

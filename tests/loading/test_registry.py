@@ -94,8 +94,7 @@ def scripted() -> Any:
 # --- Python source ---------------------------------------------------------------------------
 
 
-def test_model_is_ready_to_be_called(tmp_path: Path) -> None:
-    """A source becomes a module with its weights, in eval mode, without gradients; a script too."""
+def test_model_has_its_weights_is_in_eval_mode_and_needs_no_gradients(tmp_path: Path) -> None:
     store(tmp_path / "module", state=STATE)
     store_script(tmp_path / "script", scripted())
     for name in ("module", "script"):
@@ -108,8 +107,9 @@ def test_model_is_ready_to_be_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "expected"), [(CPU, "cpu"), (META, "meta"), (None, "cpu")])
-def test_device(device: torch.device | None, expected: str, tmp_path: Path) -> None:
-    """A model is moved to the device of its instance; without one it stays where it is."""
+def test_model_is_moved_to_the_device_of_its_instance(
+    device: torch.device | None, expected: str, tmp_path: Path
+) -> None:
     store(tmp_path / "module", state=STATE)
     store_script(tmp_path / "script", scripted())
     save_program(build.write(tmp_path / "program", "model.pt2", ""))
@@ -118,8 +118,7 @@ def test_device(device: torch.device | None, expected: str, tmp_path: Path) -> N
         assert {tensor.device.type for tensor in tensors} == {expected}
 
 
-def test_module_places_itself(tmp_path: Path) -> None:
-    """With KIND_MODEL a module, which may be scripted, stays where its factory has put it."""
+def test_module_stays_where_its_factory_has_put_it(tmp_path: Path) -> None:
     factories = "def on_meta():\n    return Net().to('meta')\n"
     store(tmp_path, f"{NET}\n{factories}def scripted():\n    return torch.jit.script(Net())\n")
 
@@ -138,10 +137,9 @@ def test_module_places_itself(tmp_path: Path) -> None:
         ({"method": "size"}, "fails at TypeError: 3 is not a callable object"),
     ],
 )
-def test_object_that_cannot_be_called(
+def test_object_that_cannot_be_called_is_refused(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """A model is a module, a function or a method, and its arguments are known."""
     others = "from torch import relu\ndef make():\n    return 3\n"
     store(tmp_path, METHODS + others)
     with pytest.raises(ArtifactError, match=message):
@@ -152,7 +150,6 @@ def test_object_that_cannot_be_called(
 
 
 def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
-    """A method that TorchScript does not export is refused by its name."""
     store_script(tmp_path, torch.jit.script(OnlyEncodes()))
     for method in (None, "decode", "training"):
         message = rf"model\.pt is TorchScript without {method or 'forward'}\(\)"
@@ -168,8 +165,9 @@ def save_program(path: Path) -> None:
     ("member", "kind"),
     [("code/net.py", "TorchScript"), ("models/model.json", "a torch.export program")],
 )
-def test_archive_that_cannot_be_loaded(member: str, kind: str, tmp_path: Path) -> None:
-    """The error names the version of torch and its reason, and no folder."""
+def test_archive_that_torch_cannot_load_is_refused_without_its_folder(
+    member: str, kind: str, tmp_path: Path
+) -> None:
     with zipfile.ZipFile(build.write(tmp_path, "model.pt", ""), "w") as file:
         file.writestr(f"model/{member}", "{")
     with pytest.raises(ArtifactError) as raised:
@@ -182,8 +180,7 @@ def test_archive_that_cannot_be_loaded(member: str, kind: str, tmp_path: Path) -
 # --- METHOD ----------------------------------------------------------------------------------
 
 
-def test_method_of_another_object_is_served(tmp_path: Path) -> None:
-    """METHOD names a method of any object, or one that TorchScript exports."""
+def test_method_of_any_object_or_of_torchscript_is_served(tmp_path: Path) -> None:
     store(tmp_path / "a", "def make():\n    return lambda x: x\n")
     store_script(tmp_path / "b", torch.jit.script(OnlyEncodes()))
     assert load(tmp_path / "a", model_factory="make", method="__call__").module(1) == 1
@@ -193,8 +190,9 @@ def test_method_of_another_object_is_served(tmp_path: Path) -> None:
 # --- programs --------------------------------------------------------------------------------
 
 
-def test_options_of_a_program(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """METHOD is refused for a program, which is one method; what it does not use is logged."""
+def test_method_is_refused_for_a_program_and_unused_options_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_program(build.write(tmp_path, "model.pt2", ""))
     with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is "):
         load(tmp_path, method="encode")
@@ -223,8 +221,9 @@ class Net(nn.Module):
         ({}, "forward(x)", False),
     ],
 )
-def test_entry_point(overrides: dict[str, Any], takes: str, steps: bool, tmp_path: Path) -> None:
-    """A decoupled model is served through begin() and step(); METHOD takes precedence."""
+def test_decoupled_model_has_steps_unless_method_is_set(
+    overrides: dict[str, Any], takes: str, steps: bool, tmp_path: Path
+) -> None:
     build.write(tmp_path, "model.py", _STEPS)
     loaded = load(tmp_path, **overrides)
     assert str(loaded.signature) == takes

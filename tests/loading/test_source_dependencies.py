@@ -47,8 +47,7 @@ def _modules(source: Path) -> set[str]:
         "# -*- coding: latin-1 -*-\nimport layers",
     ],
 )
-def test_module_beside_the_source_is_files(tmp_path: Path, statement: str) -> None:
-    """Every form of import of a module in the folder is found; other files are not."""
+def test_every_form_of_import_is_found(tmp_path: Path, statement: str) -> None:
     files = {"net.py": statement, "layers.py": "", "other.py": "", "notes.txt": ""}
     assert _modules(_lay_out(tmp_path, files)) == {"layers.py"}
 
@@ -106,13 +105,13 @@ def test_module_beside_the_source_is_files(tmp_path: Path, statement: str) -> No
         pytest.param({"net.py": "def broken(:", "a.py": ""}, set(), id="broken-source"),
     ],
 )
-def test_imports_are_followed(tmp_path: Path, files: Mapping[str, str], expected: set[str]) -> None:
-    """Imports of imported modules are found; of a package all files except Python's caches."""
+def test_imports_are_followed_and_packages_are_whole(
+    tmp_path: Path, files: Mapping[str, str], expected: set[str]
+) -> None:
     assert _modules(_lay_out(tmp_path, files)) == expected
 
 
-def test_module_named_model(tmp_path: Path) -> None:
-    """A source cannot import another file named model.py."""
+def test_source_cannot_import_a_model_py_beside_it(tmp_path: Path) -> None:
     source = _lay_out(tmp_path, {"net.py": "import model", "model.py": ""})
     with pytest.raises(ArtifactError, match=r"net\.py imports model\.py .*Rename model"):
         source_dependencies.find(source)
@@ -121,8 +120,7 @@ def test_module_named_model(tmp_path: Path) -> None:
 # --- weights ---------------------------------------------------------------------------------
 
 
-def test_shards_keep_their_names(tmp_path: Path) -> None:
-    """The index is renamed with the source; shards in its folder are included, and no others."""
+def test_index_is_renamed_and_shards_in_its_folder_keep_their_names(tmp_path: Path) -> None:
     names = ["net-1.safetensors", "parts/2.safetensors", "gone.safetensors"]
     outside = ["../secret.safetensors", os.fspath(tmp_path / "secret.safetensors")]
     keys = dict(enumerate([*names, *outside]))

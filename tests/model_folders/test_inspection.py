@@ -61,10 +61,9 @@ def _arguments(folder: Path, source: str, **document: Any) -> dict[str, str]:
         ),
     ],
 )
-def test_figures(
+def test_figures_are_of_one_row_and_of_a_full_batch_and_the_error_relative(
     returned: str, document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Figures of one row and of a full batch; the error is relative to the outputs."""
     monkeypatch.setattr(tuning, "_SECONDS", 0.0)
     configured = _arguments(tmp_path, f"return 2 * {returned}", **document)
     candidate = _arguments(tmp_path / "other", f"return 2.2 * {returned}", **document)
@@ -126,10 +125,9 @@ _CONTROLS = [{"name": name, "control": [{"fp32_false_true": [0, 1]}]} for name i
     ],
     ids=["options", "sequences", "batch_input"],
 )
-def test_report(
+def test_report_says_what_the_model_takes_and_gives(
     source: str, document: dict[str, Any], inputs: list[str], outputs: list[str], tmp_path: Path
 ) -> None:
-    """The report says what the model takes and gives, and the options."""
     report = inspection.inspect(_arguments(tmp_path, source, **document))
     assert (report["inputs"], report["outputs"]) == (inputs, outputs)
     assert report["artifact"] == "model.py: Python source and weights"
@@ -143,9 +141,7 @@ def test_report(
     assert names == ["1", "1/model.py"]  # nothing is written
 
 
-def test_liberties_of_torchscript(tmp_path: Path) -> None:
-    """The report warns of them, once."""
-
+def test_liberties_of_torchscript_are_warned_of_once(tmp_path: Path) -> None:
     class Net(torch.nn.Module):
         def forward(self, INPUT0: torch.Tensor, INPUT1: torch.Tensor) -> torch.Tensor:
             return INPUT0 - 2 * INPUT1
@@ -163,8 +159,7 @@ def test_liberties_of_torchscript(tmp_path: Path) -> None:
     assert "output 'y' is [8, 4], and config.pbtxt says [-1, 5]" in dims
 
 
-def test_warmup_shows_what_loading_does_not(tmp_path: Path) -> None:
-    """A model that loads and cannot run is refused; with WARMUP off it only loads."""
+def test_model_that_loads_and_cannot_run_is_refused(tmp_path: Path) -> None:
     given = _arguments(tmp_path, "return x.missing")
     with pytest.raises(LoadError, match="missing"):
         inspection.inspect(given)

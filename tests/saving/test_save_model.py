@@ -167,11 +167,9 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], _DIMS, _DIMS, i
 
 @pytest.mark.parametrize("kind", _FORMATS)
 @pytest.mark.parametrize("case", _CASES)
-def test_folder(case: str, kind: Any, tmp_path: Path) -> None:
-    """The config has the names, dims and batch of the module, whatever the format is.
-
-    The modes of all its parts are restored.
-    """
+def test_config_has_the_tensors_and_the_batch_of_the_module(
+    case: str, kind: Any, tmp_path: Path
+) -> None:
     build, options, inputs, outputs, rows = _CASES[case]
     module = build().train()
     part = next(module.children(), module).eval()
@@ -187,8 +185,9 @@ def test_folder(case: str, kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", _FORMATS)
-def test_example_changed_in_place(kind: Any, tmp_path: Path) -> None:
-    """A module that writes into its inputs changes neither the example nor the rows of a call."""
+def test_module_that_writes_into_its_inputs_does_not_change_the_example(
+    kind: Any, tmp_path: Path
+) -> None:
     example = _X.clone()
     document = _saved(tmp_path, InPlace(), format=kind, example_inputs=example)
     assert document["max_batch_size"] == 8
@@ -199,8 +198,9 @@ def test_example_changed_in_place(kind: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", [Centering(), Running()])
 @pytest.mark.parametrize("example", [_X, torch.ones(2, 4), _X[:1]], ids=["rows", "equal", "one"])
-def test_rows_that_depend_on_each_other(module: nn.Module, example: Tensor, tmp_path: Path) -> None:
-    """They are no batch: Triton would batch the rows of several clients."""
+def test_rows_that_depend_on_each_other_are_no_batch(
+    module: nn.Module, example: Tensor, tmp_path: Path
+) -> None:
     with pytest.raises(LoadError, match="rows that do not depend on each other"):
         _saved(tmp_path, module, example_inputs=example, format="module")
     document = _saved(tmp_path, module, example_inputs=example, max_batch_size=0)
@@ -221,13 +221,9 @@ def test_rows_that_depend_on_each_other(module: nn.Module, example: Tensor, tmp_
         ),
     ],
 )
-def test_package_of_aotinductor(
+def test_package_has_argument_names_and_takes_one_row_where_that_is_safe(
     module: nn.Module, shapes: Any, dims: int, rows: int, tmp_path: Path
 ) -> None:
-    """A package has the names of the arguments.
-
-    It computes one row as one row, where that needs no unchecked sizes.
-    """
     document = _saved(tmp_path, module, format="aoti", example_inputs=_X, dynamic_shapes=shapes)
     folder = tmp_path / "models" / "net"
     files = {path.name for path in (folder / "1").iterdir()}
@@ -251,10 +247,9 @@ def test_package_of_aotinductor(
         pytest.param(lambda: nn.Linear(4, 3).eval(), {}, "model.pt2", id="package"),
     ],
 )
-def test_default_format(
+def test_source_is_preferred_and_what_its_class_does_not_build_again_is_exported(
     build: Callable[[], nn.Module], options: dict[str, Any], file: str, tmp_path: Path
 ) -> None:
-    """Source is preferred; a module that its class does not build again is exported."""
     module = build()
     _saved(tmp_path, module, example_inputs=_X, **options)
     files = {path.name for path in (tmp_path / "models" / "net" / "1").iterdir()}
@@ -283,18 +278,18 @@ class Bytes:
         (Bytes, {"data": [b"\x00\xff\x10\x80"]}, r"b'\x00\xff\x10\x80'", {"OUTPUT__0": [3]}),
     ],
 )
-def test_hooks(
+def test_hooks_are_written_beside_the_model_with_the_example(
     hooks: type, example: Any, source: str, outputs: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """A class of hooks is written beside the model, with the example, which is found again."""
     document = _saved(tmp_path, models.Affine(), hooks=hooks, example_inputs=example)
     assert _tensors(document, "input") == {name: [1] for name in example}
     assert _tensors(document, "output") == outputs
     assert source in (tmp_path / "models" / "net" / "1" / "hooks.py").read_text()
 
 
-def test_model_py_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of the user's own model.py is saved with hooks, and stays imported."""
+def test_class_of_the_users_model_py_is_saved_and_stays_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(child_process, "run", _RUN)  # a child imports another `model`
     (tmp_path / "model.py").write_text(models.source(models.Affine))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -339,8 +334,7 @@ for hooks in (Limited, Letters):
 """
 
 
-def test_hooks_of_a_script(tmp_path: Path) -> None:
-    """A class of a script is written out with its imports; it may use no other name of it."""
+def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -379,8 +373,9 @@ def _tokenizer(folder: Path) -> Any:
         ("BertModel", {"last_hidden_state": [-1, 16], "pooler_output": [16]}),
     ],
 )
-def test_model_that_takes_text(name: str, outputs: dict[str, list[int]], tmp_path: Path) -> None:
-    """With its tokenizer, a model of transformers takes texts of any length."""
+def test_model_with_a_tokenizer_takes_texts_of_any_length(
+    name: str, outputs: dict[str, list[int]], tmp_path: Path
+) -> None:
     document = _saved(tmp_path, _bert(name), processor=_tokenizer(tmp_path))
     assert _tensors(document, "input") == {"text": [1]}
     assert _tensors(document, "output") == outputs
@@ -403,8 +398,9 @@ class Labels:
 """
 
 
-def test_hooks_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's own hooks read the tokenizer, which is saved, from the folder."""
+def test_hooks_of_the_user_read_the_tokenizer_from_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "labels.py").write_text(_LABELS)
     monkeypatch.syspath_prepend(tmp_path)
     labels = importlib.import_module("labels")
@@ -422,8 +418,7 @@ def test_hooks_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {entry["name"] for entry in document["output"]} == {"label", "share"}
 
 
-def test_model_that_takes_tokens(tmp_path: Path) -> None:
-    """Without a tokenizer, it takes tokens of any number, and the mask is optional."""
+def test_model_without_a_tokenizer_takes_tokens_of_any_number(tmp_path: Path) -> None:
     tokens = torch.ones(2, 5, dtype=torch.long)
     document = _saved(
         tmp_path, _bert("BertModel"), example_inputs={"input_ids": tokens, "attention_mask": tokens}
@@ -432,8 +427,7 @@ def test_model_that_takes_tokens(tmp_path: Path) -> None:
     assert [entry["optional"] for entry in document["input"]] == [False, True]
 
 
-def test_model_that_takes_images(tmp_path: Path) -> None:
-    """With its image processor, a model of transformers takes the bytes of a file."""
+def test_model_with_an_image_processor_takes_files(tmp_path: Path) -> None:
     config = transformers.ViTConfig(
         hidden_size=16,
         num_hidden_layers=1,
@@ -534,8 +528,7 @@ _BAD = {
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about what it cannot export
 @pytest.mark.parametrize("case", _BAD)
-def test_bad_input(case: str, tmp_path: Path) -> None:
-    """Bad input is one line, and nothing is written."""
+def test_bad_input_is_one_line_and_nothing_is_written(case: str, tmp_path: Path) -> None:
     module, says, error, options = _BAD[case]
     path = tmp_path / "models" / ("a$b" if case == "name" else "net")
     with pytest.raises(error, match=says) as refusal:
@@ -544,8 +537,7 @@ def test_bad_input(case: str, tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) in ([], [tmp_path / "models"])
 
 
-def test_folder_that_exists(tmp_path: Path) -> None:
-    """A folder is replaced only on request, and only if the new model is good."""
+def test_folder_is_replaced_only_on_request_by_a_good_model(tmp_path: Path) -> None:
     _saved(tmp_path, models.Affine(), example_inputs=_X)
     folder = tmp_path / "models" / "net"
     before = command_line.tree(folder)

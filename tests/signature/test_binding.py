@@ -130,8 +130,9 @@ def called(parameters: str, names: str) -> str:
         ("x, y", "x, ARGS[1][a]?, ARGS[1][b]", "{x: x, y: {b: ARGS[1][b]}}"),
     ],
 )
-def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: str) -> None:
-    """Inputs are bound by name, path or number, else in the config's order."""
+def test_inputs_are_bound_by_name_path_or_number_else_in_order(
+    parameters: str, names: str, arguments: str
+) -> None:
     assert called(parameters, names) == arguments
 
 
@@ -180,8 +181,9 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
         (TWO, "x, y?", "argument y; y cannot be optional"),
     ],
 )
-def test_invalid_inputs(signature: str | Signature, names: str, message: str) -> None:
-    """Unknown names, two inputs for one leaf, gaps and missing arguments fail the load."""
+def test_unknown_names_gaps_and_two_inputs_of_one_leaf_are_refused(
+    signature: str | Signature, names: str, message: str
+) -> None:
     with pytest.raises(BindingError) as raised:
         bound(signature, names)
     assert isinstance(raised.value, LoadError)
@@ -189,7 +191,6 @@ def test_invalid_inputs(signature: str | Signature, names: str, message: str) ->
 
 
 def test_only_the_configs_order_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    """Binding in the config's order logs one warning with names and signature."""
     for names in ("x, y", "i__1, i__0", "ARGS[1], KWARGS[x]"):
         bound("x, y", names)
     assert caplog.messages == []
@@ -199,16 +200,14 @@ def test_only_the_configs_order_is_warned_about(caplog: pytest.LogCaptureFixture
     assert "the input names image, mask are not all arguments of forward(x, y" in message
 
 
-def test_number_of_a_name() -> None:
-    """The number is all digits after the first two underscores, as in LibTorch."""
+def test_number_is_all_digits_after_the_first_two_underscores() -> None:
     names = ("INPUT__0", "x__12", "__3", "x__007")
     assert [arguments.ordinal(name) for name in names] == [0, 12, 3, 7]
     for name in ("a__b__3", "x_1", "x__", "x__-1", "x__1.0", "x__1\n", ""):
         assert arguments.ordinal(name) is None
 
 
-def test_types_and_places_of_columns() -> None:
-    """A column has the type of its argument or key; parts of containers are tensors."""
+def test_column_has_the_type_of_its_argument_and_parts_are_tensors() -> None:
     parameters = "n: int, ss: list[str], d: dict, x: tuple, *rest, more: list, **others"
     names = "ss, n, ARGS[2][x], ARGS[3][0], ARGS[4], more, w"
     inputs = bound(parameters, names)
@@ -249,7 +248,6 @@ def test_types_and_places_of_columns() -> None:
 def test_scripted_arguments_get_their_tensors_by_one_rule(
     module: type[nn.Module], names: str, places: str
 ) -> None:
-    """In TorchScript one rule binds all inputs of requests: names, numbers or order."""
     signature = scripted(module())
     listed = names.split(", ")
     inputs = bound(signature, names)
@@ -295,7 +293,6 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
     ],
 )
 def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: str) -> None:
-    """A program is called with its own tree and order of keys, for any order of names."""
     inputs = bound(signature, names)
     called = inputs.call(
         lambda *args, **kwargs: f"({', '.join(map(str, args))}) {kwargs}", inputs.names
@@ -305,8 +302,7 @@ def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: 
     assert list(inputs.places) == signature.named
 
 
-def test_tensors_of_a_program_have_names() -> None:
-    """A tensor is named after its argument or its key, else by its path."""
+def test_tensor_of_a_program_is_named_after_its_argument_or_key() -> None:
     assert TREE.named == ["x", "z", "ARGS[1][a][0]", "ARGS[1][a][1]", "scale"]
     assert tree((0, 0)).named == ["arg0", "arg1"]
     assert tree(({"b": 0}, {"b": 0})).named == ["ARGS[0][b]", "ARGS[1][b]"]

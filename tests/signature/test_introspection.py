@@ -44,7 +44,6 @@ def only(signature: str, before: str = "") -> Argument:
 
 
 def test_arguments_are_those_of_the_signature() -> None:
-    """Name, default, kind and declaration of each argument are read."""
     for text in ("x, y=None", "x, *, y", "x, *others, y", "*, y", "**more", "x: int = 3", ""):
         assert str(introspection.from_function(function(text))) == f"forward({text})"
     read = introspection.from_function(function("x, /, y=None, *xs, z")).arguments
@@ -84,8 +83,7 @@ ANNOTATIONS = {
 @pytest.mark.parametrize(
     ("takes", "texts"), ANNOTATIONS.items(), ids=[takes.name for takes in ANNOTATIONS]
 )
-def test_type_of_an_argument(takes: ArgumentType, texts: str) -> None:
-    """Types are recognized in all spellings, within Optional, too; in text or not."""
+def test_types_are_recognized_in_all_spellings(takes: ArgumentType, texts: str) -> None:
     for annotation, future in itertools.product(texts.split("; "), FUTURE):
         argument = only(f"x: {annotation}", future)
         assert argument.type is takes
@@ -93,8 +91,7 @@ def test_type_of_an_argument(takes: ArgumentType, texts: str) -> None:
         assert argument.required
 
 
-def test_settings_of_generate() -> None:
-    """The attributes of transformers' GenerationConfig are names of values that `**` takes."""
+def test_attributes_of_generation_config_are_settings() -> None:
     before = "class GenerationConfig:\n    def __init__(self): self.max_new_tokens = None"
     for future in FUTURE:
         source = function(
@@ -105,8 +102,7 @@ def test_settings_of_generate() -> None:
     assert not introspection.from_function(function("x, **kwargs: int")).settings
 
 
-def test_annotations_that_say_nothing() -> None:
-    """Annotations of * apply to items; unknown names neither fail the load nor hide others."""
+def test_unknown_annotations_neither_fail_nor_hide_others() -> None:
     for signature in ("*x: dict", "**x: list[str]"):
         assert only(signature).type is ArgumentType.TENSOR
     for annotation, takes in (
@@ -124,8 +120,7 @@ class Net(nn.Module):
         return x * n
 
 
-def test_wrapped_functions() -> None:
-    """`self` and arguments of a partial are no inputs; text is resolved where it is defined."""
+def test_arguments_that_are_bound_already_are_no_inputs() -> None:
     for served in (Net().forward, functools.partial(Net.forward, Net())):
         signature = introspection.from_function(served)
         assert str(signature) == "forward(x: 'Tensor', *, n: 'int' = 3)"
@@ -161,8 +156,7 @@ class Everything(nn.Module):
         return x
 
 
-def test_schema() -> None:
-    """Types, defaults and declarations are read from a TorchScript schema."""
+def test_types_and_defaults_are_read_from_a_schema() -> None:
     scripted: Any = torch.jit.script(Everything())
     signature = introspection.from_schema(scripted.forward.schema)
     read = signature.arguments
@@ -196,8 +190,7 @@ async def _awaited() -> AsyncIterator[int]:
     yield 1
 
 
-def test_is_generator() -> None:
-    """A generator is recognized for all wrappers and callables."""
+def test_generators_are_recognized_in_all_wrappers() -> None:
     method = _Yields.__call__
     partial = functools.partial(method, _Yields())
     for function in (method, _Yields(), _Yields().__call__, partial, torch.no_grad()(method)):

@@ -59,8 +59,7 @@ def outputs(result: Any, names: Sequence[str], *, fields_optional: bool = False)
 
 
 @pytest.mark.parametrize("kind", RESULTS)
-def test_types_of_results(kind: str) -> None:
-    """Numbers work for every type; keys and fields in any order, or the order without any."""
+def test_numbers_keys_and_fields_select_parts_of_every_type(kind: str) -> None:
     assert outputs(RESULTS[kind], ["OUTPUT__1", "OUTPUT__0"]) == [20, 10]
     is_plain = kind in ("tuple", "list")
     names, expected = (["a", "b"], [10, 20]) if is_plain else (["deviation", "mean"], [20, 10])
@@ -100,13 +99,11 @@ def test_types_of_results(kind: str) -> None:
         ((["a"], ["b"]), ["OUTPUT__0", "OUTPUT__1"], [["a"], ["b"]]),
     ],
 )
-def test_leaves(result: Any, names: list[str], parts: list[Any]) -> None:
-    """Keys, fields, paths and numbers select leaves at any depth."""
+def test_names_select_leaves_at_any_depth(result: Any, names: list[str], parts: list[Any]) -> None:
     assert outputs(result, names) == parts
 
 
 def test_results_of_torch_and_numpy() -> None:
-    """Return types such as that of torch.max have fields, and paths select their items."""
     values, indices = torch.max(torch.tensor([[1.0, 3.0, 2.0]]), dim=1)
     result = torch.max(torch.tensor([[1.0, 3.0, 2.0]]), dim=1)
     assert outputs(result, ["indices", "values"]) == [indices, values]
@@ -124,16 +121,16 @@ def test_results_of_torch_and_numpy() -> None:
         (RESULTS["tuple"], ["o__1", "a"], "the output names o__1, a are neither all numbers"),
     ],
 )
-def test_order_instead_of_names(
+def test_a_mix_of_numbers_and_other_names_is_warned_about(
     result: Any, names: list[str], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If only some names are numbers, a warning is logged."""
     assert len(outputs(result, names)) == len(names)
     assert [warning in message for message in caplog.messages] == [True] * bool(warning)
 
 
-def test_named_tuples_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    """Triton's own backends know no fields: for them the order decides, with a warning."""
+def test_named_tuple_is_bound_in_order_as_in_tritons_own_backends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert outputs(RESULTS["named tuple"], ["a", "b"], fields_optional=True) == [10, 20]
     assert "the output names a, b are neither all numbers" in caplog.text
     assert outputs(RESULTS["named tuple"], ["deviation"], fields_optional=True) == [20]
@@ -164,16 +161,14 @@ def test_named_tuples_in_order(caplog: pytest.LogCaptureFixture) -> None:
         *(((1, 2), [name], name) for name in ("RESULT[5]", "RESULT[x]", "RESULT[0][0]")),
     ],
 )
-def test_invalid_names(result: Any, names: list[str], message: str) -> None:
-    """Each name selects one leaf, and no two names the same one; the error lists the leaves."""
+def test_each_name_selects_one_leaf_of_its_own(result: Any, names: list[str], message: str) -> None:
     with pytest.raises(BindingError) as raised:
         results.bind_outputs(names, result)
     assert str(raised.value).startswith("the outputs ")
     assert message in str(raised.value)
 
 
-def test_later_results() -> None:
-    """A binding applies to later results, whose other parts may differ."""
+def test_binding_applies_to_later_results() -> None:
     bound = results.bind_outputs(["deviation"], RESULTS["dict"])
     assert list(bound({"other": 0, "deviation": 3, "mean": 4})) == [3]
     with pytest.raises(LookupError):
@@ -190,7 +185,6 @@ def test_later_results() -> None:
 
 
 def test_every_leaf_has_a_name() -> None:
-    """leaf_names() returns a name for each leaf, which binds to it."""
     for result, names in (((1, TEXTS), ["OUTPUT__0", "OUTPUT__1"]), ({"a": 1, 5: 2}, ["a", "5"])):
         assert results.leaf_names(result) == names
         assert len(outputs(result, names)) == len(names)
