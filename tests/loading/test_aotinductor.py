@@ -50,6 +50,7 @@ def package(folder: Path, metadata: Mapping[str, Any]) -> Path:
         ({"AOTI_CPU_ISA": "SOMETHING_NEW"}, ""),
         ({"torch_version": "2.9.1+cu128"}, ""),
         ({"torch_version": "2.10.0"}, "torch 2.10.0 (here: 2.9.1)"),
+        ({"torch_version": 3}, ""),  # of no known form
         (
             {"AOTI_MACHINE": "aarch64", "AOTI_DEVICE_KEY": "cuda"},
             "device cuda (here: cpu), processor aarch64 (here: x86_64)",
@@ -57,7 +58,7 @@ def package(folder: Path, metadata: Mapping[str, Any]) -> Path:
     ],
 )
 def test_package_for_another_machine(
-    built: dict[str, str], difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: dict[str, Any], difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aotinductor, "this_machine", lambda device: HERE)
     assert aotinductor.mismatch(package(tmp_path, built), CPU) == difference

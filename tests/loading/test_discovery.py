@@ -4,7 +4,6 @@ import dataclasses
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import build
 import models
@@ -35,13 +34,13 @@ def weights(path: Path) -> None:
     torch.save(models.Affine().state_dict(), path)
 
 
-def archive(*names: str, **members: bytes) -> Callable[[Path], None]:
-    """Return a writer of a zip archive; `names` are members without content."""
+def archive(*names: str) -> Callable[[Path], None]:
+    """Return a writer of a zip archive whose members are empty."""
 
     def write(path: Path) -> None:
         with zipfile.ZipFile(path, "w") as file:
-            for name, content in (dict.fromkeys(names, b"") | members).items():
-                file.writestr(f"model/{name}", content)
+            for name in names:
+                file.writestr(f"model/{name}", b"")
 
     return write
 
@@ -114,7 +113,6 @@ def test_error_lists_the_existing_files_and_the_expected_names(tmp_path: Path) -
 
 # --- weights ---------------------------------------------------------------------------------
 
-
 _FACTORY = {"model_factory": "package:Net"}
 _MANY = _PY | {"model.pt": weights, "model.pth": weights}
 
@@ -157,7 +155,7 @@ def test_several_weights_need_a_name(tmp_path: Path) -> None:
     assert discovery.find(build.config(tmp_path, weights=_INDEX)).weights == version / _INDEX
 
 
-# --- hooks -----------------------------------------------------------------------------------
+# --- a source beside a complete model --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,56 +179,37 @@ def test_model_py_without_a_module_belongs_to_the_complete_model_beside_it(
     assert artifact.source == (version / "model.py" if model == "model.pt" else None)
 
 
-@pytest.mark.parametrize("options", [{}, {"model_factory": "torch.nn:Identity"}])
-def test_hooks_of_any_artifact_are_in_hooks_py(options: dict[str, str], tmp_path: Path) -> None:
-    store(tmp_path, {"model.pt": script})
-    assert discovery.find(build.config(tmp_path, **options)).hooks is None
-    path = build.write(tmp_path, "hooks.py", "class Hooks: ...\n")
-    assert discovery.find(build.config(tmp_path, **options)).hooks == path
+# --- files of weights ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("artifact", "expected"),
     [
         (Artifact(ArtifactType.MODULE, Path("model.py")), ["model.py"]),
-        (
-            Artifact(ArtifactType.MODULE, Path("model.py"), Path("model.safetensors.index.json")),
-            ["model.safetensors.index.json", "a", "b"],
-        ),
+        (Artifact(ArtifactType.MODULE, Path("model.py"), Path(_INDEX)), [_INDEX, "a", "b"]),
         (Artifact(ArtifactType.MODULE, Path("model.py"), Path("broken.json")), ["broken.json"]),
-        (Artifact(ArtifactType.FACTORY, Path()), ["a", "b", "broken.json", "model.pt", "model.py"]),
+        (Artifact(ArtifactType.FACTORY, Path()), ["a", "b", "broken.json", "model.py", _INDEX]),
     ],
 )
 def test_files_of_the_weights_are_the_file_and_its_existing_shards(
     artifact: Artifact, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("model.py", "model.pt", "broken.json", "a", "b"):
-        (tmp_path / name).write_text("x")
-    index = tmp_path / "model.safetensors.index.json"
-    if artifact.kind is not ArtifactType.FACTORY:
-        index.write_text('{"weight_map": {"x": "a", "y": "b", "z": "missing"}}')
     monkeypatch.chdir(tmp_path)
+    for name in ("model.py", "broken.json", "a", "b"):
+        Path(name).write_text("x")
+    Path(_INDEX).write_text('{"weight_map": {"x": "a", "y": "b", "z": "missing"}}')
     assert [path.name for path in artifact.weight_files()] == expected
 
 
 # --- types of files ---------------------------------------------------------------------------
 
 
-def save(value: Any, **options: Any) -> _Writer:
-    return lambda path: torch.save(value, path, **options)
-
-
 def raw(content: bytes) -> _Writer:
     return lambda path: path.write_bytes(content)
 
 
-_MODULE = models.Affine()
-_STATE = _MODULE.state_dict()
-_LEGACY = {"_use_new_zipfile_serialization": False}
-
-
+_STATE = models.Affine().state_dict()
 CONTENTS: dict[str, tuple[_Writer, ArtifactType | Misfit]] = {
-    "torch.jit.script": (script, ArtifactType.TORCHSCRIPT),
     "code alone": (archive("data.pkl", "code/__torch__.py"), ArtifactType.TORCHSCRIPT),
     "constants": (archive("data.pkl", "constants.pkl"), ArtifactType.TORCHSCRIPT),
     "extra files": (
@@ -239,16 +218,14 @@ CONTENTS: dict[str, tuple[_Writer, ArtifactType | Misfit]] = {
         ),
         ArtifactType.TORCHSCRIPT,
     ),
-    "state_dict": (save(_STATE), discovery.WEIGHTS),
-    "legacy state_dict": (save(_STATE, **_LEGACY), discovery.WEIGHTS),
+    "legacy state_dict": (
+        lambda path: torch.save(_STATE, path, _use_new_zipfile_serialization=False),
+        discovery.WEIGHTS,
+    ),
     "empty": (raw(b""), discovery.UNKNOWN),
     "git-lfs pointer": (raw(b"version https://git-lfs.github.com/spec/v1\n"), discovery.GIT_LFS),
     "other zip": (archive("notes.txt"), discovery.UNKNOWN),
     "safetensors": (lambda path: safetensors.torch.save_file(_STATE, path), discovery.WEIGHTS),
-    "exported program": (
-        lambda path: torch.export.save(torch.export.export(_MODULE, (torch.ones(1, 4),)), path),
-        ArtifactType.EXPORTED,
-    ),
     # A package may hold its program, too.
     "AOTInductor package": (
         archive("models/model.json", "data/aotinductor/model/abc.so"),
@@ -263,22 +240,3 @@ def test_type_follows_from_the_first_bytes_and_the_members(name: str, tmp_path: 
     write, content = CONTENTS[name]
     write(tmp_path / "model.pt")
     assert discovery.file_type(tmp_path / "model.pt") is content
-
-
-_PACKAGE = "data/aotinductor/model/abc_metadata.json"
-
-
-@pytest.mark.parametrize(
-    ("member", "content", "metadata"),
-    [
-        (_PACKAGE, b'{"AOTI_DEVICE_KEY": "cpu", "n": 3}', {"AOTI_DEVICE_KEY": "cpu"}),
-        ("data/extra/abc_metadata.json", b'{"a": "b"}', {}),
-        (_PACKAGE, b"[1]", {}),
-    ],
-    ids=["strings", "another file", "list"],
-)
-def test_metadata_of_a_package(
-    member: str, content: bytes, metadata: dict[str, str], tmp_path: Path
-) -> None:
-    archive(**{member: content})(tmp_path / "model.pt2")
-    assert discovery.aoti_metadata(tmp_path / "model.pt2") == metadata

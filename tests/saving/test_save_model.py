@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import random
 import subprocess
 import sys
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import command_line
 import models
 import numpy as np
 import pytest
 import safetensors.torch
+import saved
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -25,9 +26,9 @@ from torch_py_backend import save_model
 from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import LoadError, SaveError, ToolError
 from torch_py_backend.loading import discovery, registry
-from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.processes import child_process
 from torch_py_backend.saving import image_hooks
+from torch_py_backend.values import ANY_ROWS
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,124 +41,54 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "run", command_line.here)
 
 
-class Tied(nn.Module):
-    """Has one weight in two layers, a view of it in a buffer, and arguments by keyword only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 8)
-        self.head = nn.Linear(8, 20, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("view", self.embedding.weight.data[:2])
-
-    def forward(self, *, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.head(self.embedding(ids)), ids.sum(1)
-
-
-class Nested(nn.Module):
-    def forward(
-        self, x: Tensor, extra: dict[str, Tensor], pair: tuple[Tensor, Tensor]
-    ) -> dict[str, Tensor]:
-        return {"y": x + extra["bias"] * pair[0] - pair[1]}
-
-
-class Keys(nn.Module):
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"double": batch["a"] * 2, "first": batch["b"][:, :1]}
-
-
-class Total(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum()
-
-
-class Centering(nn.Module):
-    """The rows of its batches depend on each other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-class Running(nn.Module):
-    """Only the first row of its batches does not depend on others, as in a recurrent module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.cumsum(0)
-
-
-class Random(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        # One value of two answers may be close by chance, but not all of a row.
-        return x + torch.tensor([[10 ** random.uniform(0, 30) for _ in row] for row in x])
-
-
-class Branches(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor if x.sum() > 0 else x
-
-
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sub_(0.5)
-
-
 _RUN = child_process.run
 _X = torch.rand(2, 4)
 
 
 def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
-    """Save a module; return its config, after a look at the example."""
+    """Save a module; return its config."""
     path = save_model(module, folder / "models" / "net", **options)
     assert path == folder / "models" / "net"
     assert {child.name for child in path.parent.iterdir()} == {"net"}
     return pbtxt.read(path)
 
 
+def _example(folder: Path) -> dict[str, Tensor]:
+    path = folder / "models" / "net" / "1" / "example_inputs.safetensors"
+    return safetensors.torch.load_file(path)
+
+
 def _tensors(document: dict[str, Any], role: str) -> dict[str, list[int]]:
     return {entry["name"]: pbtxt.model_dims(entry) for entry in document[role]}
 
 
+_Y = {"OUTPUT__0": [3]}
 _DIMS = dict[str, list[int]]
-_CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], _DIMS, _DIMS, int]] = {
-    "one row": (
-        models.Affine,
-        {"example_inputs": _X[:1], "max_batch_size": 32},
-        {"x": [4]},
-        {"OUTPUT__0": [3]},
-        32,
-    ),
-    "without a batch": (Total, {"example_inputs": {"x": _X}}, {"x": [2, 4]}, {"OUTPUT__0": [1]}, 0),
-    "without dimensions": (
-        models.Negate,
-        {"example_inputs": torch.tensor(1.0)},
-        {"x": [1]},
-        {"OUTPUT__0": [1]},
-        0,
-    ),
+# A module, its example and other options, its inputs, outputs and max_batch_size.
+_CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], _DIMS, _DIMS, int]] = {
+    "one row": (models.Affine, _X[:1], {"max_batch_size": 32}, {"x": [4]}, _Y, 32),
+    "no batch": (saved.Total, {"x": _X}, {}, {"x": [2, 4]}, {"OUTPUT__0": [1]}, 0),
+    "no dims": (models.Negate, torch.tensor(1.0), {}, {"x": [1]}, {"OUTPUT__0": [1]}, 0),
     "nested": (
-        Nested,
-        {"example_inputs": (_X, {"bias": _X}, (_X, _X))},
+        saved.Nested,
+        (_X, {"bias": _X}, (_X, _X)),
+        {},
         {"x": [4], "KWARGS[extra][bias]": [4], "KWARGS[pair][0]": [4], "KWARGS[pair][1]": [4]},
         {"y": [4]},
         8,
     ),
     "keys": (
-        Keys,
-        {"example_inputs": ({"a": _X, "b": torch.rand(2, 3)},)},
+        saved.Keys,
+        ({"a": _X, "b": torch.rand(2, 3)},),
+        {},
         {"a": [4], "b": [3]},
         {"double": [4], "first": [1]},
         8,
     ),
     "dynamic_shapes, tied weights": (
-        Tied,
-        {
-            "example_inputs": {"ids": torch.randint(0, 20, (2, 5))},
-            "dynamic_shapes": {"ids": {0: Dim("batch"), 1: Dim("length")}},
-        },
+        saved.Tied,
+        {"ids": torch.randint(0, 20, (2, 5))},
+        {"dynamic_shapes": {"ids": {0: Dim("batch"), 1: Dim("length")}}},
         {"ids": [-1]},
         {"OUTPUT__0": [-1, 20], "OUTPUT__1": []},
         8,
@@ -170,17 +101,16 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], _DIMS, _DIMS, i
 def test_config_has_the_tensors_and_the_batch_of_the_module(
     case: str, kind: Any, tmp_path: Path
 ) -> None:
-    build, options, inputs, outputs, rows = _CASES[case]
+    build, example, options, inputs, outputs, rows = _CASES[case]
     module = build().train()
     part = next(module.children(), module).eval()
-    settings = {"instances": 3, "parameters": {"CHECK_FINITE": True, "NUM_THREADS": "1"}}
-    document = _saved(tmp_path, module, format=kind, **settings, **options)
+    options |= {"instances": 3, "parameters": {"CHECK_FINITE": True, "NUM_THREADS": "1"}}
+    document = _saved(tmp_path, module, format=kind, example_inputs=example, **options)
     assert document["instance_group"][0]["count"] == 3
     assert document["parameters"]["CHECK_FINITE"]["string_value"] == "true"
     assert (_tensors(document, "input"), _tensors(document, "output")) == (inputs, outputs)
     assert document["max_batch_size"] == rows
-    example = tmp_path / "models" / "net" / "1" / "example_inputs.safetensors"
-    assert safetensors.torch.load_file(example).keys() == inputs.keys()
+    assert _example(tmp_path).keys() == inputs.keys()
     assert (module.training, part.training) == (part is not module, False)
 
 
@@ -189,50 +119,40 @@ def test_module_that_writes_into_its_inputs_does_not_change_the_example(
     kind: Any, tmp_path: Path
 ) -> None:
     example = _X.clone()
-    document = _saved(tmp_path, InPlace(), format=kind, example_inputs=example)
+    document = _saved(tmp_path, saved.InPlace(), format=kind, example_inputs=example)
     assert document["max_batch_size"] == 8
-    saved = tmp_path / "models" / "net" / "1" / "example_inputs.safetensors"
-    assert torch.equal(safetensors.torch.load_file(saved)["x"], _X)
+    assert torch.equal(_example(tmp_path)["x"], _X)
     assert torch.equal(example, _X)
 
 
-@pytest.mark.parametrize("module", [Centering(), Running()])
 @pytest.mark.parametrize("example", [_X, torch.ones(2, 4), _X[:1]], ids=["rows", "equal", "one"])
-def test_rows_that_depend_on_each_other_are_no_batch(
-    module: nn.Module, example: Tensor, tmp_path: Path
-) -> None:
+def test_rows_that_depend_on_each_other_are_no_batch(example: Tensor, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="rows that do not depend on each other"):
-        _saved(tmp_path, module, example_inputs=example, format="module")
-    document = _saved(tmp_path, module, example_inputs=example, max_batch_size=0)
+        _saved(tmp_path, saved.Running(), example_inputs=example, format="module")
+    document = _saved(tmp_path, saved.Running(), example_inputs=example, max_batch_size=0)
     assert _tensors(document, "input") == {"x": [*example.shape]}
 
 
-@pytest.mark.parametrize(
-    ("module", "shapes", "dims", "rows"),
-    [
-        pytest.param(models.Affine(), None, 4, 1, id="batch"),
-        # Without the check of the batch, those of other dimensions would be missing, too.
-        pytest.param(
-            models.Negate(),
-            {"x": {0: Dim("batch"), 1: Dim("width")}},
-            -1,
-            2,
-            id="sizes, no weights",
-        ),
-    ],
-)
-def test_package_has_argument_names_and_takes_one_row_where_that_is_safe(
-    module: nn.Module, shapes: Any, dims: int, rows: int, tmp_path: Path
-) -> None:
-    document = _saved(tmp_path, module, format="aoti", example_inputs=_X, dynamic_shapes=shapes)
+def test_package_has_argument_names_and_takes_one_row(tmp_path: Path) -> None:
+    document = _saved(tmp_path, models.Affine(), format="aoti", example_inputs=_X)
     folder = tmp_path / "models" / "net"
-    files = {path.name for path in (folder / "1").iterdir()}
-    assert files == {"model.pt2", "example_inputs.safetensors"}
-    assert _tensors(document, "input") == {"x": [dims]}
-    config = model_config.parse(pbtxt.arguments(folder, "1", pbtxt.read(folder)))
+    assert not (folder / "1" / "model.py").exists()
+    assert _tensors(document, "input") == {"x": [4]}
+    config = model_config.parse(pbtxt.arguments(folder, "1", document))
     loaded = registry.load(discovery.find(config), config, torch.device("cpu"))
-    assert loaded.kind is ArtifactType.AOTI
-    assert loaded.rows.least == rows
+    assert loaded.rows == ANY_ROWS
+
+
+def test_package_with_other_dynamic_sizes_checks_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without the check of the batch, those of other dimensions would be missing, too.
+    compiles = mock.Mock(side_effect=RuntimeError("no compiler"))
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compiles)
+    shapes = {"x": {0: Dim("batch"), 1: Dim("width")}}
+    with pytest.raises(SaveError, match=r"cannot compile Negate: .*no compiler"):
+        _saved(tmp_path, models.Negate(), format="aoti", example_inputs=_X, dynamic_shapes=shapes)
+    assert compiles.call_args.kwargs["inductor_configs"] == {}
 
 
 @pytest.mark.parametrize(
@@ -243,8 +163,7 @@ def test_package_has_argument_names_and_takes_one_row_where_that_is_safe(
             lambda: models.Affine(4, 5), {"model_kwargs": {"out": 5}}, "model.py", id="kwargs"
         ),
         pytest.param(lambda: models.Affine(4, 5), {}, "model.pt2", id="other-weights"),
-        pytest.param(lambda: nn.Sequential(nn.Linear(4, 3)), {}, "model.pt2", id="no-constructor"),
-        pytest.param(lambda: nn.Linear(4, 3).eval(), {}, "model.pt2", id="package"),
+        pytest.param(lambda: nn.Linear(4, 3), {}, "model.pt2", id="package"),
     ],
 )
 def test_source_is_preferred_and_what_its_class_does_not_build_again_is_exported(
@@ -257,15 +176,6 @@ def test_source_is_preferred_and_what_its_class_does_not_build_again_is_exported
     assert ("model.safetensors" in files) == (file == "model.py")
 
 
-class Bytes:
-    """Hooks that take a file of four bytes."""
-
-    def preprocess(self, data: bytes) -> Tensor:
-        if data[0]:
-            raise ValueError("not such a file")
-        return torch.tensor(list(data)) / 255
-
-
 @pytest.mark.parametrize(
     ("hooks", "example", "source", "outputs"),
     [
@@ -275,7 +185,7 @@ class Bytes:
             "'text': [['a'], ['longer']]",
             {"label": [], "scores": [3]},
         ),
-        (Bytes, {"data": [b"\x00\xff\x10\x80"]}, r"b'\x00\xff\x10\x80'", {"OUTPUT__0": [3]}),
+        (saved.Bytes, {"data": [b"\x00\xff\x10\x80"]}, r"b'\x00\xff\x10\x80'", {"OUTPUT__0": [3]}),
     ],
 )
 def test_hooks_are_written_beside_the_model_with_the_example(
@@ -366,18 +276,10 @@ def _tokenizer(folder: Path) -> Any:
     return transformers.BertTokenizerFast(str(folder / "vocab.txt"))
 
 
-@pytest.mark.parametrize(
-    ("name", "outputs"),
-    [
-        ("BertForSequenceClassification", {"logits": [2]}),
-        ("BertModel", {"last_hidden_state": [-1, 16], "pooler_output": [16]}),
-    ],
-)
-def test_model_with_a_tokenizer_takes_texts_of_any_length(
-    name: str, outputs: dict[str, list[int]], tmp_path: Path
-) -> None:
-    document = _saved(tmp_path, _bert(name), processor=_tokenizer(tmp_path))
+def test_model_with_a_tokenizer_takes_texts_of_any_length(tmp_path: Path) -> None:
+    document = _saved(tmp_path, _bert("BertModel"), processor=_tokenizer(tmp_path))
     assert _tensors(document, "input") == {"text": [1]}
+    outputs = {"last_hidden_state": [-1, 16], "pooler_output": [16]}
     assert _tensors(document, "output") == outputs
 
 
@@ -470,12 +372,12 @@ _BAD = {
         example_inputs=torch.rand(2, 5),
     ),
     "number": _bad(
-        Nested(),
+        saved.Nested(),
         r"the value of 'KWARGS\[extra\]\[bias\]' in example_inputs is a float; expected a tensor",
         example_inputs=(_X, {"bias": 1.0}, (_X, _X)),
     ),
     "batch": _bad(
-        Total(),
+        saved.Total(),
         "max_batch_size is 4, and .*with twice the rows they have not twice the rows",
         max_batch_size=4,
     ),
@@ -485,10 +387,10 @@ _BAD = {
         hooks=models.Measure,
     ),
     "hooks of a program": _bad(
-        Branches(2.0),
+        saved.Branches(2.0),
         r"hooks are given, and the module is saved as a program.*write hooks\.py",
         example_inputs={"data": [bytes(4)]},
-        hooks=Bytes,
+        hooks=saved.Bytes,
         format="export",
     ),
     "script": _bad(
@@ -502,17 +404,14 @@ _BAD = {
     ),
     "name": _bad(models.Affine(), "the model's name is 'a.b'", ToolError),
     "constructor": _bad(
-        Branches(2.0),
+        saved.Branches(2.0),
         "missing 1 required .*'factor'. Give its .*KWARGS",
         LoadError,
         format="module",
     ),
-    "neither": _bad(
-        Branches(2.0),
-        r"torch\.export cannot export Branches: ",
-    ),
+    "neither": _bad(saved.Branches(2.0), r"torch\.export cannot export Branches: "),
     "answers": _bad(
-        Branches(2.0),
+        saved.Branches(2.0),
         "output 'OUTPUT__0' of the saved model differs from the module's own by .*model_kwargs",
         LoadError,
         format="module",
@@ -544,7 +443,7 @@ def test_folder_is_replaced_only_on_request_by_a_good_model(tmp_path: Path) -> N
     with pytest.raises(ToolError, match=r"exists already; choose .*\(in Python: overwrite=True"):
         save_model(models.Negate(), folder, example_inputs=_X)
     with pytest.raises(LoadError, match="its answers are not random"):
-        save_model(Random(), folder, example_inputs=_X, format="module", overwrite=True)
+        save_model(saved.Random(), folder, example_inputs=_X, format="module", overwrite=True)
     assert command_line.tree(folder) == before
     save_model(models.Negate(), folder, example_inputs=_X, overwrite=True)
     assert pbtxt.read(folder)["parameters"]["MODEL_CLASS"]["string_value"] == "Negate"
