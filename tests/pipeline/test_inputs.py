@@ -121,9 +121,6 @@ def test_strings_keep_their_shape_in_nested_lists() -> None:
     assert received(inputs, rows_of_blobs, {"x": sent}) == [[[b"a", b"\xff"], [b"", b"b"]]]
 
 
-# --- a batch that is checked as one --------------------------------------------------------------
-
-
 FIXED = {"inputs": (build.spec("x"), build.spec("n"))}
 ANYWHERE = {**FIXED, "force_cpu_only_input_tensors": False}
 TEXTS = {"inputs": (build.spec("x", "BYTES", (1,)),)}

@@ -37,9 +37,6 @@ def refusal(part: Any, *arguments: Any, **keywords: Any) -> str:
     return text.removeprefix("output 'y' ")
 
 
-# --- shapes ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("dims", "shape"), [((-1, 2), (3, 0, 2)), ((), (3,)), ((2,), (3, 2))])
 def test_a_tensor_of_the_configs_shape_is_not_copied(
     dims: tuple[int, ...], shape: tuple[int, ...]
@@ -160,9 +157,6 @@ def test_shapes_of_torchscript_that_cannot_be_served(part: Tensor, reshaped: boo
         verify(part, ROWS)
 
 
-# --- types and memory -------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("cast", [None, "BF16"])
 def test_a_tensor_without_dense_values_is_refused_and_not_cast(cast: str | None) -> None:
@@ -202,9 +196,6 @@ def test_an_output_that_is_not_finite_is_refused_by_name(
     assert "output 'b' holds NaN or infinity" in str(first)
     assert others == [result, refusal]
     assert finite.finish([refusal], ()) == [refusal]
-
-
-# --- strings ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

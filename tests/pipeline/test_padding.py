@@ -32,9 +32,6 @@ def create(
     return Padding(build.config(inputs=inputs, outputs=outputs, pad=pad))
 
 
-# --- inputs ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pad", "lengths", "expected"),
     [
@@ -82,9 +79,6 @@ def test_a_mask_must_be_as_long_as_its_input(optional: bool) -> None:
     assert padding.mismatch({"mask": torch.ones(2, 3)}) is None
 
 
-# --- limits ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shapes", "multiple", "parts"),
     [
@@ -126,9 +120,6 @@ def test_an_optional_input_that_is_left_out_pads_nothing() -> None:
     assert padding.split(items) == [items]
 
 
-# --- outputs -----------------------------------------------------------------------------------
-
-
 _EIGHT = torch.arange(8)
 _LISTED: dict[str, Any] = {"outputs": ["y"]}
 
@@ -164,9 +155,6 @@ def test_strings_for_padding_are_not_sent() -> None:
     outcomes: list[dict[str, Any]] = [{"y": words}, {"y": words}]
     padding.cut(outcomes, [{"ids": torch.zeros(1, length)} for length in (2, 3)])
     assert outcomes[0]["y"].tolist() == [["a", "b"]]
-
-
-# --- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

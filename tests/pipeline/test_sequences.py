@@ -192,36 +192,18 @@ def test_rows_that_fill_a_bucket_do_not_become_states() -> None:
     assert served.send(step(1, 1)) == [2]
 
 
-def test_samples_have_initial_states_and_controls_of_a_single_step() -> None:
-    settings = config(make_state(dims=(-1, 2), initial=(0, 2)), controls=_CONTROLS)
-    sample = example_inputs.item(
-        binding.with_controls(settings, introspection.from_function(_takes_total)), 3
-    )
-    assert {name: (tuple(value.shape), str(value.dtype)) for name, value in sample.items()} == {
-        "x": ((3, 4), "torch.float32"),
-        "total": ((3, 0, 2), "torch.float32"),
-        "READY": ((3, 1), "torch.float32"),
-    }
-    assert torch.equal(torch.as_tensor(sample["READY"]), torch.ones(3, 1))
-
-
-def _takes_total(x: Tensor, total: Tensor, READY: Tensor) -> Tensor:
-    return x
-
-
 # --- controls ----------------------------------------------------------------------------------
 
-_CONTROLS = [
-    ControlInput(name, dtypes.from_triton(dtype))
-    for name, dtype in (("START", "INT32"), ("READY", "FP32"), ("CORRID", "UINT64"))
-]
+
+def _controls(*names: str) -> list[ControlInput]:
+    return [ControlInput(name, dtypes.from_triton("INT32")) for name in names]
 
 
-def _takes_all(x: Tensor, CORRID: Tensor, START: Tensor, READY: Tensor) -> Tensor:
+def _takes_all(x: Tensor, total: Tensor, CORRID: Tensor, START: Tensor, READY: Tensor) -> Tensor:
     return x
 
 
-def _takes_one(x: Tensor, READY: Tensor) -> Tensor:
+def _takes_one(x: Tensor, total: Tensor, READY: Tensor) -> Tensor:
     return x
 
 
@@ -233,29 +215,38 @@ def _takes_list(tensors: list[Tensor]) -> Tensor:
     return tensors[0]
 
 
-_NUMBERED = [
-    ControlInput(f"{control.name}__{place}", control.dtype)
-    for place, control in enumerate(_CONTROLS)
-]
+_ALL = ("START", "READY", "CORRID")
 
 
 @pytest.mark.parametrize(
     ("function", "controls", "taken"),
     [
-        (_takes_all, _CONTROLS, ["START", "READY", "CORRID"]),
-        (_takes_one, _CONTROLS, ["READY"]),
-        (_takes_dict, _CONTROLS, ["START", "READY", "CORRID"]),
-        (_takes_list, _CONTROLS, []),
-        (_takes_one, _NUMBERED[1:], ["READY__1"]),
+        (_takes_all, _ALL, _ALL),
+        (_takes_one, _ALL, ("READY",)),
+        (_takes_dict, _ALL, _ALL),
+        (_takes_list, _ALL, ()),
+        (_takes_one, ("READY__2", "CORRID__3"), ("READY__2",)),
     ],
 )
 def test_controls_are_taken_by_name_or_number(
-    function: Callable[..., Any], controls: list[ControlInput], taken: list[str]
+    function: Callable[..., Any], controls: tuple[str, ...], taken: tuple[str, ...]
 ) -> None:
-    bound = binding.with_controls(config(controls=controls), introspection.from_function(function))
+    settings = config(controls=_controls(*controls))
+    bound = binding.with_controls(settings, introspection.from_function(function))
     specs = [spec for spec in bound.inputs if spec.origin is Origin.CONTROL]
-    assert [spec.name for spec in specs] == taken
-    assert all(spec.dims == (1,) for spec in specs)
+    assert [(spec.name, spec.dims) for spec in specs] == [(name, (1,)) for name in taken]
+
+
+def test_samples_have_initial_states_and_controls_of_a_single_step() -> None:
+    settings = config(make_state(dims=(-1, 2), initial=(0, 2)), controls=_controls(*_ALL))
+    bound = binding.with_controls(settings, introspection.from_function(_takes_one))
+    sample = example_inputs.item(bound, 3)
+    assert {name: tuple(value.shape) for name, value in sample.items()} == {
+        "x": (3, 4),
+        "total": (3, 0, 2),
+        "READY": (3, 1),
+    }
+    assert torch.as_tensor(sample["READY"]).tolist() == [[1]] * 3
 
 
 # --- idle sequences ------------------------------------------------------------------------------
