@@ -12,15 +12,16 @@ import build
 import fake_triton
 import numpy as np
 import pytest
-import scenarios
 import torch
+from engines import BAD, bad, check, engine, items
 from fake_triton import InferenceRequest, InferenceResponse, TritonError
 from instances import logged, request
+from torch import Tensor
 
 from torch_py_backend import composition
 from torch_py_backend.adapter import TritonPythonModel, calling
 from torch_py_backend.composition import Model, model, stand_in
-from torch_py_backend.errors import CallError
+from torch_py_backend.errors import CallError, ForwardError
 
 Answer = Callable[[InferenceRequest], InferenceResponse]
 
@@ -212,84 +213,55 @@ def test_functions_stand_in_for_models_until_the_end_of_the_block() -> None:
         model("other")(x=1)
 
 
-# --- in a server -----------------------------------------------------------------------------
-
-_HEAD = """\
-from torch import Tensor, nn
-from torch_py_backend.composition import model
-
-
-"""
-_IN_FORWARD = """\
-class Fails(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = model("other")(x=x)["x"]
-        if bool((x < 0).any()):
-            raise ValueError("a bad value")
-        return y
-"""
-_IN_PREPROCESS = """\
-class Fails(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if bool((x < 0).any()):
-            raise ValueError("a bad value")
-        return x
-
-
-class Hooks:
-    def preprocess(self, x: Tensor) -> Tensor:
-        return model("other")(x=x.unsqueeze(0))["x"][0]
-"""
-
-
-@pytest.fixture
-def start(
-    tmp_path: Path, process: None, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., TritonPythonModel]:
-    monkeypatch.setattr(composition, "_transport", composition.Transport())
-
-    def start(code: str, **options: dict[str, str]) -> TritonPythonModel:
-        (tmp_path / "1").mkdir()
-        scenarios.hooked(_HEAD + code)(tmp_path / "1")
-        arguments = build.arguments(parameters=options)
-        started = TritonPythonModel()
-        started.initialize(arguments | {"model_repository": str(tmp_path)})
-        return started
-
-    return start
-
-
-def test_a_served_model_passes_on_the_error_codes_of_others(
-    start: Callable[..., TritonPythonModel], served: dict[str, Answer]
-) -> None:
-    served["other"] = echo
-    model = start(_IN_FORWARD)
-    assert "the warm-up is skipped" in "".join(logged("warn"))
-    (response,) = model.execute([request(1)])
-    assert response.error() is None
-    assert response.output_tensors()[0].as_numpy().tolist() == [[1, 1, 1, 1]]
-    served["other"] = failing("no such digit", TritonError.INVALID_ARG)
-    (response,) = model.execute([request(1)])
-    assert response.error().code() == TritonError.INVALID_ARG
-    assert response.error().message() == "model 'other': it answers: no such digit."
-
-
-@pytest.mark.parametrize("code", [_IN_FORWARD, _IN_PREPROCESS], ids=["in forward", "in preprocess"])
-@pytest.mark.parametrize("retried", ["", "true"], ids=["default", "retried"])
-def test_forward_that_called_other_models_is_not_called_again(
-    code: str, retried: str, start: Callable[..., TritonPythonModel], served: dict[str, Answer]
+@pytest.mark.parametrize(
+    ("retries", "failed", "calls"), [(None, [0, 1, 2, 3], [4]), (True, [1], [4, 2, 2, 1, 1])]
+)
+def test_forward_that_called_other_models_is_not_called_again_by_default(
+    retries: bool | None, failed: list[int], calls: list[int]
 ) -> None:
     # The other model would get its rows twice.
     rows: list[int] = []
 
-    def counted(sent: InferenceRequest) -> InferenceResponse:
-        rows.append(len(sent.inputs()[0].as_numpy()))
-        return echo(sent)
+    def double(x: Tensor) -> dict[str, Tensor]:
+        rows.append(len(x))
+        return {"y": 2 * x}
 
-    served["other"] = counted
-    options = {"RETRY_FAILED_BATCH": {"string_value": retried}} if retried else {}
-    responses = start(code, **options).execute([request(value) for value in (1, -1, 3, 4)])
-    failed = [response.error() is not None for response in responses]
-    isolated = retried or code is _IN_PREPROCESS  # which is not called again
-    assert failed == ([False, True, False, False] if isolated else [True] * 4)
-    assert (sum(rows) == 4) is not (bool(retried) and code is _IN_FORWARD)
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = model("other")(x=x)["y"]
+        bad(x)
+        return y
+
+    sent = items([1.0, BAD, 3.0, 4.0])
+    with stand_in({"other": double}):
+        outcomes = engine(forward, retry_failed_batch=retries).run(sent)
+    assert check(sent, outcomes, ForwardError) == failed
+    assert rows == calls
+
+
+_CALLS_ANOTHER = """\
+from torch import Tensor, nn
+from torch_py_backend.composition import model
+
+
+class Calls(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return model("other")(x=x)["x"]
+"""
+
+
+def test_a_served_model_passes_on_the_error_codes_of_others(
+    tmp_path: Path, process: None, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composition, "_transport", composition.Transport())
+    build.write(tmp_path, "model.py", _CALLS_ANOTHER)
+    started = TritonPythonModel()
+    started.initialize(build.arguments() | {"model_repository": str(tmp_path)})
+    assert "the warm-up is skipped" in "".join(logged("warn"))
+    served["other"] = echo
+    (response,) = started.execute([request(1)])
+    assert response.error() is None
+    assert response.output_tensors()[0].as_numpy().tolist() == [[1, 1, 1, 1]]
+    served["other"] = failing("no such digit", TritonError.INVALID_ARG)
+    (response,) = started.execute([request(1)])
+    assert response.error().code() == TritonError.INVALID_ARG
+    assert response.error().message() == "model 'other': it answers: no such digit."

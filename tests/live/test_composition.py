@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import serving
 import tritonclient.grpc
-from scenarios import config, hooked, tensor
+from scenarios import Scenario, config, hooked, tensor
 from tritonclient.utils import InferenceServerException
 
 _CALLS = """\
@@ -47,7 +47,7 @@ class Hooks:
             raise ValueError("no letters")
         return torch.tensor([float(len(text))])
 """
-# The input `call` says which call it makes.
+# The input `call` says which model it calls.
 _CALLER = """\
 class Caller(nn.Module):
     def forward(self, x: Tensor, call: str) -> Tensor:
@@ -106,10 +106,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]
     """Return the output y of a model, on a server with models that call each other."""
     folder = tmp_path_factory.mktemp("composition")
     for name, (code, text) in _MODELS.items():
-        (folder / "repository" / name / "1").mkdir(parents=True)
-        (folder / "repository" / name / "config.pbtxt").write_text(text)
-        if code:
-            hooked(_CALLS + code)(folder / "repository" / name / "1")
+        Scenario(name, hooked(_CALLS + code), text).lay_out(folder / "repository")
 
     def ask(name: str, **inputs: Any) -> Any:
         arrays = {

@@ -407,40 +407,21 @@ def test_a_model_in_eval_mode_keeps_its_buffers(model: nn.Module) -> None:
 # --- causes ----------------------------------------------------------------------------------
 
 
-def raised(call: Callable[[], Any]) -> BaseException:
-    try:
-        call()
-    except BaseException as error:  # whatever it is
-        return error
-    raise AssertionError
-
-
-def chained(*, explicitly: bool) -> BaseException:
-    def fail() -> None:
-        try:
-            raise MemoryError
-        except MemoryError as error:
-            raise ValueError("later") from (error if explicitly else None)
-
-    return raised(fail)
-
-
-@torch.jit.script
-def _script_takes_all(size: int) -> torch.Tensor:
-    return torch.empty(size)
+def linked(link: str) -> BaseException:
+    error = ValueError("later")
+    setattr(error, link, MemoryError())
+    return error
 
 
 _SHORTAGES = (
-    MemoryError(),
     torch.OutOfMemoryError("CUDA out of memory. Tried"),
-    raised(lambda: torch.empty(10**15)),
-    raised(lambda: _script_takes_all(10**15)),
-    chained(explicitly=True),
-    chained(explicitly=False),
+    linked("__cause__"),
+    linked("__context__"),
     *map(
         RuntimeError,
         (
             "std::bad_alloc",
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate",
             "The following operation failed in the TorchScript interpreter.\nCUDA out of memory",
             # Its first use, which has no memory for its workspace.
             "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`",

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_py_backend import composition
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -283,6 +284,16 @@ def test_an_exception_of_a_hook_fails_only_its_request(name: str, kind: type) ->
     assert "Traceback" in outcomes[2].traceback
     if name in ("preprocess", "postprocess"):  # the others are halved
         assert len(module.calls) == 1
+
+
+def test_a_batch_whose_preprocess_called_another_model_is_halved() -> None:
+    def call(x: Tensor) -> Tensor:
+        called: Tensor = composition.model("other")(x=x)["y"]
+        return called
+
+    with composition.stand_in({"other": lambda x: {"y": x}}):
+        outcomes = engine(picky, {"preprocess": call}).run([item([1.0]), item([0.0]), item([2.0])])
+    assert [type(one) for one in outcomes] == [dict, ForwardError, dict]
 
 
 def test_collate_may_remove_entries_of_its_rows() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any, cast
 
-import build
 import pytest
 import torch
 from engines import engine
@@ -17,8 +15,6 @@ from torch_py_backend.errors import OutputError
 from torch_py_backend.pipeline import run
 from torch_py_backend.pipeline.run import Counts
 from torch_py_backend.values import Rows
-
-FREE = build.spec("x", dims=(-1,))
 
 
 def items(*shapes: tuple[int, ...]) -> list[Any]:
@@ -65,68 +61,34 @@ def test_a_result_of_another_structure_fails_its_batch_only() -> None:
         assert "unlike its first result" in str(outcome)
 
 
-class Scratch:
-    """Doubles into a buffer that the next call reuses; counts its calls."""
-
-    def __init__(self, fails: Callable[[Tensor], None] = lambda x: None) -> None:
-        self.calls = 0
-        self._fails = fails
-        self._memory = torch.zeros(4096)
-
-    def __call__(self, x: Tensor, n: int = 1, by: Tensor | None = None) -> Tensor:
-        self.calls += 1
-        result = self._memory[: x.numel()].view(x.shape)
-        result.copy_(x * 2 * n if by is None else x * 2 * n + by)
-        self._fails(x)
-        return result
-
-
-def fails_above_two_rows(x: Tensor) -> None:
+def fits(x: Tensor) -> None:
     if x.shape[0] > 2:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def _row(*values: float, **others: Tensor) -> dict[str, Tensor]:
-    return {"x": torch.tensor([values]), **others}
-
-
-SENT = [_row(1.0), _row(2.0), _row(3.0), _row(4.0), _row(5.0)]
-
-
+# Several calls of one batch; of several shapes, see `outputs_in_memory_used_again` in scenarios.py.
 @pytest.mark.parametrize(
-    ("model", "sent", "expected", "overrides"),
-    [
-        pytest.param(Scratch(), SENT, [2, 4, 6, 8, 10], {"batch_buckets": (2,)}, id="buckets"),
-        pytest.param(
-            Scratch(),
-            [_row(1.0, n=torch.full((1, 1), n)) for n in (1, 2, 1)],
-            [2, 4, 2],
-            {"inputs": (FREE, build.spec("n", "INT64", (1,)))},
-            id="scalars",
-        ),
-        pytest.param(
-            Scratch(),
-            [_row(1.0), _row(2.0, by=torch.ones(1, 1)), _row(3.0)],
-            [2, 5, 6],
-            {"inputs": (FREE, dataclasses.replace(build.spec("by", dims=(-1,)), optional=True))},
-            id="optional inputs",
-        ),
-        pytest.param(Scratch(fails_above_two_rows), SENT, [2, 4, 6, 8, 10], {}, id="out of memory"),
-        pytest.param(
-            Scratch(),
-            [{"x": torch.tensor([value])} for value in (1.0, 2.0, 3.0)],
-            [2, 4, 6],
-            {"max_batch_size": 0},
-            id="without a batch dimension",
-        ),
-    ],
+    ("judge", "overrides"),
+    [(lambda _: None, {"batch_buckets": (2,)}), (fits, {})],
+    ids=["buckets", "halves"],
 )
 def test_requests_keep_their_outputs_when_further_calls_reuse_the_memory(
-    model: Scratch, sent: list[Any], expected: list[Any], overrides: dict[str, Any]
+    judge: Callable[[Tensor], None], overrides: dict[str, Any]
 ) -> None:
-    outcomes: Any = engine(model, **overrides).run(sent)
-    assert model.calls > 1
-    assert [outcome["y"].flatten()[0].item() for outcome in outcomes] == expected
+    memory = torch.zeros(8, 1)
+    calls = []
+
+    def model(x: Tensor) -> Tensor:
+        calls.append(x)
+        doubled = memory[: x.shape[0]].copy_(x * 2)
+        judge(x)
+        return doubled
+
+    outcomes: Any = engine(model, **overrides).run(
+        [{"x": torch.tensor([[value]])} for value in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    )
+    assert len(calls) > 1
+    assert [outcome["y"].item() for outcome in outcomes] == [2, 4, 6, 8, 10]
 
 
 def test_seconds_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:

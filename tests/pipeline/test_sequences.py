@@ -171,20 +171,6 @@ def test_the_warm_up_runs_first_steps_and_those_that_follow_them() -> None:
     assert calls == [(rows, follows) for rows in (2, 1) for follows in (False, True)]
 
 
-def test_graphs_compiled_before_ready_serve_all_steps(
-    dynamo: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    how: dict[str, Any] = {"torch_compile_optional_parameters": {"backend": "eager"}}
-    served = Served(config(make_state(), **how), models.Accumulate())
-    with torch.inference_mode():  # as the adapter does
-        warmup.run(served.engine)
-        for rows in (1, 2, 5, 8):
-            names = range(1, rows + 1)
-            assert served.send(*(step(name, name, "s") for name in names)) == list(names)
-            assert served.send(*(step(name, name, "e") for name in names)) == [2 * n for n in names]
-    assert not [record for record in caplog.records if record.name.startswith("torch_py_backend")]
-
-
 def test_rows_that_fill_a_bucket_do_not_become_states() -> None:
     served = accumulating(batch_buckets=(4, 8))
     assert served.send(*(step(name, name, "s") for name in (1, 2, 3))) == [1, 2, 3]
