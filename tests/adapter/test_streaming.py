@@ -47,6 +47,12 @@ class _Served:
     def start(self, *requests: Any) -> None:
         assert self.model.execute(list(requests)) is None
 
+    def run(self, inputs: dict[str, Any], name: str = "") -> Any:
+        """Return the last response to a request."""
+        request = self.request(inputs, name)
+        self.start(request)
+        return _ended(request)[-1]
+
 
 def _ended(request: Any) -> list[Any]:
     assert request.sender.ended.wait(_SECONDS)
@@ -76,8 +82,9 @@ def _check_error(expected: Refused, response: Any) -> None:
 
 @pytest.mark.parametrize("entry", streamed.TABLE, ids=lambda entry: entry.scenario.name)
 @pytest.mark.usefixtures("no_collector")
-def test_streams(entry: Streamed, tmp_path: Path) -> None:
-    """Streams behave as the table says, alone and together; no input outlives its stream."""
+def test_streams_of_the_table_alone_and_together_free_their_inputs(
+    entry: Streamed, tmp_path: Path
+) -> None:
     served = _Served(tmp_path, entry.scenario)
     for stream in entry.streams:
         request = served.request(stream.inputs)
@@ -108,7 +115,6 @@ def _free(inputs: list[Callable[[], object]]) -> bool:
 def test_streams_run_on_the_device_of_the_instance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread of the streams is prepared for the model's device."""
     prepared: list[tuple[str, str]] = []
     monkeypatch.setattr(
         runtime,
@@ -120,8 +126,7 @@ def test_streams_run_on_the_device_of_the_instance(
 
 
 @pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda scenario: scenario.name)
-def test_refusals(scenario: Scenario, tmp_path: Path) -> None:
-    """A model that cannot be served as a stream fails the load with the reason."""
+def test_models_that_cannot_stream_fail_the_load(scenario: Scenario, tmp_path: Path) -> None:
     with pytest.raises(fake_triton.TritonModelException) as refusal:
         _Served(tmp_path, scenario)
     for part in scenario.load_error:
@@ -146,20 +151,30 @@ def _live() -> float:
     return metric.value()
 
 
+_WAITS = "await asyncio.sleep(3600 * (x > 1))"
+_SWALLOWS = f"""
+        while True:
+            yield x
+            try:
+                {_WAITS}
+            except asyncio.CancelledError:
+                pass
+"""
+
+
 @pytest.mark.parametrize(
     "body",
     [
         "def forward(x):\n    try:\n        while True:\n            yield x\n",
-        (
-            "async def forward(x):\n    try:\n        yield x\n"
-            "        await asyncio.sleep(3600 * (x > 1))\n"
-        ),
+        f"async def forward(x):\n    try:\n        yield x\n        {_WAITS}\n",
+        f"async def forward(x):\n    try:{_SWALLOWS}",
     ],
-    ids=["generates", "waits"],
+    ids=["generates", "waits", "swallows the cancellation"],
 )
 @pytest.mark.usefixtures("no_collector")
-def test_a_client_that_leaves(body: str, tmp_path: Path) -> None:
-    """The client gets CANCELLED, the generator is closed, and the memory of the request is free."""
+def test_the_stream_of_a_client_that_leaves_is_closed_and_its_memory_free(
+    body: str, tmp_path: Path
+) -> None:
     closed = tmp_path / "closed"
     touch = f"    finally:\n        pathlib.Path({str(closed)!r}).touch()\n"
     served = _Served(tmp_path, _model("import asyncio\nimport pathlib\n\n\n" + body + touch))
@@ -179,28 +194,10 @@ def test_a_client_that_leaves(body: str, tmp_path: Path) -> None:
     until(partial(_free, inputs))
 
 
-def test_a_model_that_swallows_its_cancellation(tmp_path: Path) -> None:
-    """Its stream ends with its next response."""
-    text = (
-        "import asyncio\n\n\nasync def forward(x):\n    while True:\n        yield x\n"
-        "        try:\n            await asyncio.sleep(3600 * (x > 1))\n"
-        "        except asyncio.CancelledError:\n            pass\n"
-    )
-    request = (served := _Served(tmp_path, _model(text))).request({"x": streamed.floats(2)})
-    served.start(request)
-    until(lambda: request.sender.responses)
-    request.sender.cancelled = True
-    _, last = _ended(request)
-    assert last.error().code() == fake_triton.TritonError.CANCELLED
-
-
-def test_a_client_that_leaves_before_its_stream_begins(
+def test_a_stream_that_never_begins_gets_a_final_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton needs a final response for each request, also if its stream never began.
-
-    A query that fails does not end the polls of other streams.
-    """
+    """A query that fails does not end the polls of other streams."""
     monkeypatch.setattr(streaming, "_POLL_S", 0)
     served = _Served(tmp_path, _model(_ENDLESS))
     living, late = served.request(_X), served.request(_X)
@@ -231,26 +228,23 @@ def test_a_stream_that_has_ended_is_not_checked(how: str, tmp_path: Path) -> Non
     served.model._streaming._watch(client)
 
 
-def test_an_unexpected_exception_ends_a_stream(
+def test_an_unexpected_exception_ends_a_stream_and_releases_its_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client gets a final response, and the slot is released."""
     text = (
         "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n    yield x\n"
         "    if x > 1:\n        raise CallError('other', 'no', code='OF_NO_SERVER')\n"
     )
     served = _Served(tmp_path, _model(text, _parameter("MAX_STREAMS", "1")))
     for value in (2, 1, 2):
-        request = served.request({"x": streamed.floats(value)})
-        served.start(request)
-        assert _ended(request)[-1].error().code() == fake_triton.TritonError.INTERNAL
+        error = served.run({"x": streamed.floats(value)}).error()
+        assert error.code() == fake_triton.TritonError.INTERNAL
         monkeypatch.setattr(served.model._engine, "clean", lambda: 1 / 0)
     until(lambda: _live() == 0)
     assert "ZeroDivisionError" in logged()[-1]
 
 
-def test_a_task_that_raises_system_exit(tmp_path: Path) -> None:
-    """A task of the model that raises SystemExit ends neither the streams nor their thread."""
+def test_a_task_that_raises_system_exit_ends_no_stream(tmp_path: Path) -> None:
     served = _Served(
         tmp_path,
         _model(
@@ -272,8 +266,9 @@ def test_a_task_that_raises_system_exit(tmp_path: Path) -> None:
     [(_ENDLESS, 3), ("def forward(x):\n    return x\n", 1)],
     ids=["one of many", "the last"],
 )
-def test_a_response_that_cannot_be_sent(body: str, place: int, tmp_path: Path) -> None:
-    """The stream ends with Triton's error."""
+def test_a_response_that_cannot_be_sent_ends_the_stream(
+    body: str, place: int, tmp_path: Path
+) -> None:
     served = _Served(tmp_path, _model(body))
     request = served.request(_X)
 
@@ -288,7 +283,7 @@ def test_a_response_that_cannot_be_sent(body: str, place: int, tmp_path: Path) -
 
 
 def test_the_number_of_streams_is_limited(tmp_path: Path) -> None:
-    """With MAX_STREAMS live streams execute() waits; who leaves meanwhile gets no step."""
+    """execute() waits; who leaves meanwhile gets no step."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
     first, second, left, last = (served.request(_X) for _ in range(4))
     served.start(first, second)
@@ -306,8 +301,7 @@ def test_the_number_of_streams_is_limited(tmp_path: Path) -> None:
         _ended(request)
 
 
-def test_the_end_of_an_instance(tmp_path: Path) -> None:
-    """Streams that are live when the instance ends get an error that says so."""
+def test_the_end_of_an_instance_ends_its_streams_with_503(tmp_path: Path) -> None:
     served = _Served(tmp_path, _model(_ENDLESS))
     request = served.request(_X)
     served.start(request)
@@ -342,8 +336,7 @@ def test_the_end_of_an_instance_whose_thread_has_not_begun(
 _TICKER = next(entry for entry in streamed.TABLE if entry.scenario.name == "ticker")
 
 
-def test_a_request_that_cannot_be_read(tmp_path: Path) -> None:
-    """It is refused alone, with a final response; the other request streams."""
+def test_a_request_that_cannot_be_read_is_refused_alone(tmp_path: Path) -> None:
     served = _Served(tmp_path, _TICKER.scenario)
     good, bad = (served.request(_TICKER.streams[0].inputs) for _ in range(2))
     bad.inputs = lambda: 1 / 0
@@ -354,11 +347,7 @@ def test_a_request_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_the_log_names_the_request(tmp_path: Path) -> None:
-    """The error of a stream is logged with the request's ID and the traceback."""
-    served = _Served(tmp_path, _TICKER.scenario)
-    request = served.request(_TICKER.streams[-1].inputs, "number-9")
-    served.start(request)
-    _ended(request)
+    _Served(tmp_path, _TICKER.scenario).run(_TICKER.streams[-1].inputs, "number-9")
     until(logged)
     (text,) = logged()
     assert "(requests number-9)" in text
@@ -369,8 +358,9 @@ def _lost(device: torch.device) -> None:
     raise RuntimeError("device gone")
 
 
-def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a fatal error live and new streams get 503, and the instance is not ready."""
+def test_a_fatal_error_ends_live_and_new_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = _Served(
         tmp_path,
         _model(
@@ -383,13 +373,9 @@ def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     served.start(living)
     until(lambda: living.sender.responses)
     monkeypatch.setattr("torch_py_backend.pipeline.failures.probe", _lost)
-    guilty, late = served.request({"x": streamed.floats(2)}), served.request(_X)
-    served.start(guilty)
-    for request in (guilty, living):
-        assert _ended(request)[-1].error().code() == fake_triton.TritonError.UNAVAILABLE
-    served.start(late)
-    (refused,) = _ended(late)
-    assert "fatal error" in refused.error().message()
+    for response in (served.run({"x": streamed.floats(2)}), _ended(living)[-1]):
+        assert response.error().code() == fake_triton.TritonError.UNAVAILABLE
+    assert "fatal error" in served.run(_X).error().message()
     assert failures.fatal is not None
     assert not served.model.is_ready()
     (poisoned,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]

@@ -69,47 +69,29 @@ def model(tmp_path: Path) -> nn.Module:
 
 
 def _begin(start: Start, folder: Path, names: str) -> list[Child]:
-    return [start(_INSTANCE, folder, name) for name in names]
+    """Start instances together; return the owner of the weights first."""
+    children = [start(_INSTANCE, folder, name) for name in names]
+    roles = [child.hear() for child in children]
+    assert sorted(roles) == ["maps"] * (len(names) - 1) + ["owns"]
+    return [children.pop(roles.index("owns")), *children]
 
 
 def test_instances_have_one_copy(model: nn.Module, start: Start, tmp_path: Path) -> None:
-    """What the owner writes into the weights, the others read; without it they refuse requests."""
-    instances = _begin(start, tmp_path, "abc")
-    roles = [instance.hear() for instance in instances]
-    assert sorted(roles) == ["maps", "maps", "owns"]
-    (owner,) = [one for one, role in zip(instances, roles, strict=True) if role == "owns"]
-    sharers = [one for one in instances if one is not owner]
-    expected = model(torch.ones(1, 4))
-    for instance in instances:
-        assert instance.ask() == str(expected.tolist())
-    assert owner.ask("double") == str((2 * expected).tolist())
-    for sharer in sharers:
-        assert sharer.ask() == str((2 * expected).tolist())
-    owner.kill()
-    for _ in range(2):
-        assert [sharer.ask() for sharer in sharers] == ["UNAVAILABLE"] * 2
+    """What the owner writes into the weights, the others read; without it they refuse requests.
 
-
-def test_a_later_load_has_an_owner_of_its_own(
-    model: nn.Module, start: Start, tmp_path: Path
-) -> None:
-    """Triton loads a model again before it unloads it: the first owner ends while the others serve.
-
-    An instance whose owner was killed before it came owns the weights, too.
+    Triton loads a model again before it unloads it: that load has an owner of its own, while the
+    instances of the first serve. An instance whose owner was killed before it came is one, too.
     """
-    first = _begin(start, tmp_path, "ab")
-    assert sorted(one.hear() for one in first) == ["maps", "owns"]
-    second = _begin(start, tmp_path, "ab")
-    assert sorted(one.hear() for one in second) == ["maps", "owns"]
-    for one in first:
-        assert one.end() == 0
-    expected = str(model(torch.ones(1, 4)).tolist())
-    assert [one.ask() for one in second] == [expected] * 2
-    for one in second:
-        one.kill()
+    expected = model(torch.ones(1, 4))
+    first, (owner, sharer) = _begin(start, tmp_path, "ab"), _begin(start, tmp_path, "ab")
+    assert owner.ask() == sharer.ask() == str(expected.tolist())
+    for instance in first:
+        assert instance.end() == 0
+    assert owner.ask("double") == sharer.ask() == str((2 * expected).tolist())
+    owner.kill()
+    assert [sharer.ask(), sharer.ask()] == ["UNAVAILABLE"] * 2
     (third,) = _begin(start, tmp_path, "c")
-    assert third.hear() == "owns"
-    assert third.ask() == expected
+    assert third.ask() == str(expected.tolist())
 
 
 # --- refusals --------------------------------------------------------------------------------
@@ -164,7 +146,6 @@ class Tied(nn.Module):
     ids=["module", "TorchScript", "exported"],
 )
 def test_values_of_the_owner(make: Callable[[], nn.Module], join: Join) -> None:
-    """Parameters and buffers of a sharer are those of the owner, under all of their names."""
     owner, sharer = make(), make()
     assert join(owner).owns
     assert not join(sharer).owns
@@ -185,14 +166,13 @@ def test_nothing_to_share(module: nn.Module | None, join: Join) -> None:
 
 
 class Unexported(torch.Tensor):
-    """A tensor whose memory cannot be sent, as that of an allocator that does not export it."""
+    """As memory of an allocator that does not export it."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("not supported")
 
 
-def test_memory_that_cannot_be_exported(join: Join) -> None:
-    """The error of the owner is the reason of the refusal."""
+def test_memory_that_cannot_be_exported_is_the_reason_of_a_refusal(join: Join) -> None:
     module = nn.Linear(4, 3)
     module.register_buffer("table", torch.ones(3).as_subclass(Unexported))
     join(module)
@@ -220,8 +200,6 @@ def test_a_warning_without_serve(
 
 
 class Counting(nn.Module):
-    """Writes to a buffer."""
-
     count: torch.Tensor
 
     def __init__(self) -> None:

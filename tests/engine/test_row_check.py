@@ -14,26 +14,14 @@ from torch_py_backend.engine import warmup
 from torch_py_backend.errors import ConfigError, ForwardError
 from torch_py_backend.values import Item, Outcome
 
-
-class _Recurrent(nn.Module):
-    """Its first dimension is the time, as PyTorch's default."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.rnn(x[:, None])[0][:, 0]
-        return result
-
-
+_RNN = nn.GRU(4, 4)  # its first dimension is the time
 _GAPS = 'backend: "pytorch_py"\n# max_batch_size: 8\nmax_batch_size: 0\n'
 _WRITTEN = 'backend: "pytorch_py"\nmax_batch_size: 8\n'
 _DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x - x.mean(0),
     "sum": lambda x: x.cumsum(0),
     "last": lambda x: x + x[-1:],
-    "recurrent": _Recurrent(),
+    "recurrent": lambda x: _RNN(x[:, None])[0][:, 0],
     "infinite": lambda x: x / (x.shape[0] > 1),
 }
 _INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -85,7 +73,6 @@ def test_rows_that_depend_on_each_other(
 def test_rows_that_may_be_batched(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rounding, random outputs, other sizes and integers are no dependence."""
     (tmp_path / "config.pbtxt").write_text(_GAPS)
     warmup.check_rows(build.config(tmp_path), _call(_INDEPENDENT[name]), {}, 7)
     assert not caplog.messages
@@ -99,8 +86,7 @@ def test_values_that_may_jump(tmp_path: Path) -> None:
     warmup.check_rows(config, call, {}, 7)
 
 
-def test_a_row_that_fails_alone(tmp_path: Path) -> None:
-    """It is not compared."""
+def test_a_row_that_fails_alone_is_not_compared(tmp_path: Path) -> None:
     (tmp_path / "config.pbtxt").write_text(_GAPS)
     calls = iter(range(3))  # two of the batch, and one of the first row
 

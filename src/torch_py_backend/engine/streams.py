@@ -209,23 +209,24 @@ class Streams:
     ) -> Generator[Any, Any, _Advance]:
         """Await an awaitable of the model as one call of it for each slice between two awaits."""
         slices = awaitable.__await__()
-        resume: Callable[[], object] = slices.__next__
+        thrown: BaseException | None = None
         while True:
             try:
                 with self._calling():
                     try:
-                        awaited = resume()
+                        awaited = next(slices) if thrown is None else slices.throw(thrown)
                     except StopIteration as end:
                         return made(end.value)
+                    finally:
+                        thrown = None  # its frames keep the request's tensors
             except OutputError:  # close the contexts in which it awaits
                 with contextlib.suppress(BaseException):
                     slices.throw(asyncio.CancelledError())
                 raise
             try:
                 yield awaited
-                resume = slices.__next__
             except BaseException as error:  # of the event loop: the task is cancelled
-                resume = partial(slices.throw, error)
+                thrown = error
 
     # --- shared steps --------------------------------------------------------------------------
 
