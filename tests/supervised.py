@@ -37,8 +37,6 @@ LONGEST_S = 240.0
 
 
 class Supervised:
-    """A running `serve`."""
-
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
         self._log = log
@@ -47,7 +45,6 @@ class Supervised:
 
     @property
     def log(self) -> str:
-        """The log of `serve` and its server since they started."""
         return self._log.read_text(errors="replace")
 
     @property
@@ -56,16 +53,13 @@ class Supervised:
         return self.log[self._start :]
 
     def skip_log(self) -> None:
-        """Leave the log until now out of `text`."""
         self._start = len(self.log)
 
     def wait_loaded(self) -> None:
-        """Wait until the first load of every model has ended."""
         match = until(lambda: _SERVING.search(self.text), self)
         self.http, self.grpc, self.health = match.groups()
 
     def family(self) -> list[psutil.Process]:
-        """Return the server and its instances."""
         return living.descendants(self.process.pid)
 
     def triton(self) -> psutil.Process:
@@ -75,13 +69,11 @@ class Supervised:
         return server
 
     def prefix(self) -> str:
-        """Return the prefix of the names of its regions of shared memory."""
         match = re.search(r"shm-region-prefix-name=(\S+)", living.command(self.triton()))
         assert match
         return match[1]
 
     def stubs(self, model: str) -> list[psutil.Process]:
-        """Return the live processes of a model."""
         return [
             process
             for process in living.descendants(self.triton().pid)
@@ -89,7 +81,6 @@ class Supervised:
         ]
 
     def in_state(self, model: str, state: InstanceState) -> list[psutil.Process]:
-        """Return the processes of a model whose status is this state."""
         processes: list[psutil.Process] = []
         try:
             folder = Path(self.triton().environ()[instance_status.VARIABLE])
@@ -103,7 +94,6 @@ class Supervised:
         return processes
 
     def ask(self, path: str) -> tuple[int, dict[str, Any]]:
-        """Return the status and JSON of a readiness endpoint."""
         client = http.client.HTTPConnection(self.health, timeout=30)
         client.request("GET", path)
         response = client.getresponse()
@@ -115,12 +105,10 @@ class Supervised:
         return self.ask(f"/ready/{model}")[0] == 200
 
     def infer(self, model: str, value: float, seconds: float = 60.0) -> list[float]:
-        """Send a request over gRPC."""
         with tritonclient.grpc.InferenceServerClient(self.grpc) as client:
             return _infer(tritonclient.grpc, client, model, value, client_timeout=seconds)
 
     def end(self) -> None:
-        """Send SIGTERM, and wait."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(120)
 
@@ -189,16 +177,9 @@ def serve(
     verbose: str = "--verbose",
     **variables: str,
 ) -> Iterator[Supervised]:
-    """Run `serve` on a repository, and kill the processes that it leaves.
+    """Run `serve` on a repository, `within` another command, and kill the processes that it leaves.
 
-    Args:
-        repository: the model repository.
-        arguments: more arguments for `serve`.
-        within: a command that runs another one.
-        triton: more arguments for tritonserver.
-        python: the Python that runs it.
-        verbose: the option that adds Triton's log to that of `serve`; empty: it does not.
-        variables: more variables of its environment.
+    More arguments are for `serve`, those in `triton` for tritonserver.
     """
     command = [str(python), "-c", _SERVE, "serve", str(repository), *_PORTS]
     command += [verbose] if verbose else []
@@ -220,7 +201,6 @@ def serve(
 
 
 def until(what: Callable[[], Any], served: Supervised) -> Any:
-    """Return the first true value."""
     deadline = time.monotonic() + LONGEST_S
     while time.monotonic() < deadline:
         if value := what():

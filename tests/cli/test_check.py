@@ -51,20 +51,12 @@ os.chdir(tempfile.gettempdir())
 )
 _RAISES = f"""
 import torch
-from helper import refuse
 
 
 class Net(torch.nn.Module):
     def forward(self, x):
-        return refuse(x)
+        return torch.relu(x) @ torch.ones(3, 2)
 {_EXAMPLE}"""
-_REFUSE = """
-import torch
-
-
-def refuse(x):
-    return torch.relu(x) @ torch.ones(3, 2)
-"""
 _MODELS: dict[str, tuple[str, str]] = {
     "good": (_COMPLETE, _NEGATE),
     "gaps [red] ü": (_BARE, _GAPS),
@@ -86,8 +78,6 @@ def _lay_out(repository: Path, *names: str) -> Path:
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(text)
         (repository / name / "1" / "model.py").write_text(source)
-        if source == _RAISES:
-            (repository / name / "1" / "helper.py").write_text(_REFUSE)
     return repository
 
 
@@ -109,7 +99,8 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_repository(here: None, tmp_path: Path) -> None:
-    repository = _lay_out(tmp_path / "repository", *_MODELS.keys() - {"good", "raises"})
+    models = _MODELS.keys() - {"good", "raises"}
+    repository = _lay_out(tmp_path / "repository", *models)
     (repository / "notes.txt").write_text("no model")
     (repository / "broken link").symlink_to("/no/such/model")
     done = run("check", "--json", "repository", cwd=tmp_path)
@@ -117,26 +108,31 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["environment"] == list(check.machine_problems())
     reports = {model["model"]: model for model in report["models"]}
-    assert list(reports) == sorted(_MODELS.keys() - {"good", "raises"})
+    assert list(reports) == sorted(models)
     served = [name for name, model in reports.items() if "error" not in model]
     assert served == ["gaps [red] ü", "noisy", "other"]
     assert reports["other"] == {"model": "other", "skipped": "python"}
     # Also a model that prints, closes streams or forks is served.
     for name, output in (("noisy", "y FP32 [4]"), ("gaps [red] ü", "OUTPUT__0 FP32 [4]")):
-        model = reports[name]
-        assert model["version"] == "1"
-        assert model["artifact"] == "model.py: Python source and weights"
-        assert model["inputs"] == ["x FP32 [4] → x"]
-        assert model["outputs"] == [output]
-        assert (model["max_batch_size"], model["options"], model["warnings"]) == (8, {}, [])
-        assert model["notes"] == []
-    assert reports["broken_config"]["notes"] == []
+        assert (
+            reports[name].items()
+            >= {
+                "version": "1",
+                "artifact": "model.py: Python source and weights",
+                "inputs": ["x FP32 [4] → x"],
+                "outputs": [output],
+                "max_batch_size": 8,
+                "options": {},
+                "warnings": [],
+                "notes": [],
+            }.items()
+        )
     for name, says in {
-        "misspelt": "names the backend 'pytorch-py'; expected the line backend: \"pytorch_py\"",
+        "misspelt": "names the backend 'pytorch-py'",
         "broken_config": "config.pbtxt cannot be read: 2:",
         "broken_source": "model.py fails at line 1: SyntaxError",
         "exits": "trying the model ended the process with exit code 7",
-        "hangs": "took longer than 1 seconds. If config.pbtxt lacks inputs or outputs, write them",
+        "hangs": "took longer than 1 seconds",
         "raises_in_completion": "RuntimeError: mat1 and mat2 shapes",
     }.items():
         error = reports[name]["error"]
@@ -160,7 +156,7 @@ def test_traceback_is_printed_below_the_error(here: None, tmp_path: Path) -> Non
     done = run("check", "--traceback", str(tmp_path))
     assert done.returncode == 1
     _, _, text = done.stdout.partition("Traceback (most recent call last):\n")
-    assert 'model.py", line 8, in forward\n    return refuse(x)\n' in text
+    assert 'model.py", line 7, in forward\n    return torch.relu(x) @' in text
 
 
 def test_printed_lines(
@@ -199,11 +195,9 @@ def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
-    done = run("check", str(tmp_path))
-    assert (done.returncode, f"PROBLEM {tmp_path} holds no models" in done.stdout) == (1, True)
-    done = run("check", "--json", str(tmp_path))
-    assert done.returncode == 1
-    assert "holds no models" in json.loads(done.stdout)["environment"][-1]
+    for flags in ((), ("--json",)):
+        done = run("check", str(tmp_path), *flags)
+        assert (done.returncode, f"{tmp_path} holds no models" in done.stdout) == (1, True)
 
 
 def test_machine_problems(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,5 +229,5 @@ def test_backend(text: str, other: str | None, tmp_path: Path) -> None:
     if other is not None:
         assert check._other_backend(document) == other
         return
-    with pytest.raises(ConfigError, match='; expected the line backend: "pytorch_py"'):
+    with pytest.raises(ConfigError, match='expected the line backend: "pytorch_py"'):
         check._other_backend(document)

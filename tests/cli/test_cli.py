@@ -37,16 +37,13 @@ def test_install(tmp_path: Path) -> None:
     folder = tmp_path / "backends"
     option = f"--backend-dir={folder}"
     (folder / "python").mkdir(parents=True)
-    done = run("install", option)
-    assert done.stdout.startswith(f"installed {folder / 'pytorch_py'}\n")
-    assert done.stdout.endswith(
-        f"\ntritonserver --model-repository=models --backend-directory={folder}\n"
-    )
+    printed = run("install", option).stdout
+    assert printed.startswith(f"installed {folder / 'pytorch_py'}\n")
+    assert printed.endswith(f" --backend-directory={folder}\n")
     assert (folder / "pytorch_py" / "model.py").is_file()
     assert run("install", option, "--uninstall").stdout == f"removed {folder / 'pytorch_py'}\n"
     assert [path.name for path in folder.iterdir()] == ["python"]
-    done = run("install", option, "--uninstall")
-    assert (done.returncode, "there is no" in done.stdout) == (0, True)
+    assert "there is no" in run("install", option, "--uninstall").stdout
 
 
 @pytest.mark.parametrize(
@@ -66,10 +63,8 @@ def test_install_checks_python(
         python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(0o755)
     done = run("install", f"--backend-dir={tmp_path}")
-    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
-    assert [f"stub runs, has no {missing}; install" in line for line in warnings] == [True] * bool(
-        missing
-    )
+    assert ("\nwarning: " in done.stdout) == bool(missing)
+    assert not missing or f"has no {missing}; install" in done.stdout
 
 
 # --- errors ----------------------------------------------------------------------------------

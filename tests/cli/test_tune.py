@@ -100,15 +100,12 @@ def test_choice(write: bool, is_set: bool, tmp_path: Path) -> None:
     assert (by_hand in done.stdout) == is_set
 
 
-_REDUCED = "--reduced-precision"
-
-
 @pytest.mark.parametrize(
     ("speed", "error", "options", "says"),
     [
         (2.0, 1e-5, (), "fastest: freeze"),
         (2.0, 1e-3, (), "nothing is faster"),
-        (2.0, 1e-3, (_REDUCED,), "fastest: freeze"),
+        (2.0, 1e-3, ("--reduced-precision",), "fastest: freeze"),
         (1.02, 0.0, (), "nothing is faster"),
     ],
 )
@@ -129,10 +126,10 @@ def test_runtimes_that_suit(simulated: _Measured, tmp_path: Path) -> None:
     simulated.kind = "MODULE"
     model = _model(tmp_path)
     plain = command_line.run("tune", str(model)).stdout
-    reduced = command_line.run("tune", str(model), "--reduced-precision").stdout
     assert "compile, freezing" in plain
     assert "compile, fixed sizes" in plain
     assert "bf16" not in plain
+    reduced = command_line.run("tune", str(model), "--reduced-precision").stdout
     assert "compile, freezing, bf16" in reduced
     assert "CUDA graphs" not in reduced
 

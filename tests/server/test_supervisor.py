@@ -254,6 +254,7 @@ def test_a_model_that_is_refused_is_not_loaded_again() -> None:
     assert not server.supervisor.initial_loads_done
     server.step()
     assert server.supervisor.initial_loads_done
+    assert server.events[1].text == ""
     why = {"b": "stays down: no /srv/b/model.py", "c": f"stays down: {_UNSUITABLE}"}
     server.expect("FAILED c, READY a 1, FAILED b 1", "load a, load b", why)
     server.after(200, not_ready=why)
@@ -272,7 +273,9 @@ def test_warnings_follow_each_load() -> None:
     server.die("a")
     server.step()
     assert server.supervisor.snapshot.warnings == {}
-    server.after(0.3, "DOWN a, READY a 1, WARNING a", "unload a, load a")
+    server.step(3)
+    assert server.events[1].text == "serves again after 0.2 s"
+    server.expect("DOWN a, READY a 1, WARNING a", "unload a, load a")
 
 
 def test_survivors_delay_the_load_for_ten_seconds_only() -> None:

@@ -82,7 +82,7 @@ def cause(model: str, reason: str) -> str:
     return text.replace(f"model '{model}': ", "").strip(".; \n") or "no reason was given"
 
 
-@dataclass
+@dataclass(repr=False)
 class TritonClient:
     """A client of one server.
 

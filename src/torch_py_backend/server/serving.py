@@ -23,7 +23,7 @@ _POLL_S = 1.0
 _IGNORED = ("compile_cache", "__pycache__")
 
 
-@dataclass
+@dataclass(repr=False)
 class Serving:
     """A supervised server, with the options of `torch-py-backend serve`.
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,69 +61,65 @@ _REFUSED = (
 )
 
 
+@dataclass(repr=False)
 class Server:
     """A tritonserver on a model repository, with this backend, as a context manager.
 
     It ends with the thread that enters the context.
 
-    Args:
+    Attributes:
         ports: those of HTTP, gRPC and metrics; 0 takes a free one.
         executable: the tritonserver to use; None: search for one.
         arguments: more arguments for tritonserver; they override others.
         key: the key of the endpoints that the arguments restrict.
         exit_seconds: how long it waits for models in use when it is stopped.
         log: the file for its log; None: the output of this process.
-
-    Attributes:
+        variables: more variables of its environment.
         http_address, grpc_address, metrics_address: host and port of each service.
-        log, variables: its log, and more variables of its environment; they can be set before.
         process: its process, in the context.
         status_folder: the folder with the status files of its instances, in the context.
     """
 
-    process: subprocess.Popen[bytes]
-    status_folder: Path
+    repository: Path
+    ports: Sequence[int] = (0, 0, 0)
+    address: str = "127.0.0.1"
+    executable: Path | None = None
+    arguments: Sequence[str] = ()
+    key: str = ""
+    exit_seconds: int = EXIT_SECONDS
+    log: Path | None = None
+    variables: dict[str, str] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        repository: Path,
-        *,
-        ports: Sequence[int] = (0, 0, 0),
-        address: str = "127.0.0.1",
-        executable: Path | None = None,
-        arguments: Sequence[str] = (),
-        key: str = "",
-        exit_seconds: int = EXIT_SECONDS,
-        log: Path | None = None,
-    ) -> None:
-        self._triton = TritonInstallation(executable)
-        self._exit_seconds = exit_seconds
-        self.log = log
-        ports = choose_ports(address, ports)
+    process: subprocess.Popen[bytes] = field(init=False)
+    status_folder: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._triton = TritonInstallation(self.executable)
+        address = self.address
+        self.ports = choose_ports(address, self.ports)
         self.http_address, self.grpc_address, self.metrics_address = (
-            client_address(address, port) for port in ports
+            client_address(address, port) for port in self.ports
         )
         # libevent and gRPC write an IPv6 address in their own ways.
         http, grpc = (f"ipv6:{address}", f"[{address}]") if ":" in address else (address, address)
-        http_port, grpc_port, metrics_port = ports
-        self._repository = repository.absolute()
+        http_port, grpc_port, metrics_port = self.ports
+        self.repository = self.repository.absolute()
         self._arguments = [
-            f"--model-repository={self._repository}",
+            f"--model-repository={self.repository}",
             f"--cache-directory={self._triton.python_backend.parents[1] / 'caches'}",
-            f"--exit-timeout-secs={exit_seconds}",
+            f"--exit-timeout-secs={self.exit_seconds}",
             *(f"--http-address={http}", f"--http-port={http_port}"),
             *(f"--grpc-address={grpc}", f"--grpc-port={grpc_port}"),
             *(f"--metrics-address={http}", f"--metrics-port={metrics_port}"),
-            *arguments,
+            *self.arguments,
         ]
         self.client = TritonClient(
             self.http_address,
             self.grpc_address,
-            key=key,
+            key=self.key,
             check_name=self._triton.refuse_in_shell,
             poll_failure=lambda model: self._logged(_POLL_FAILED.format(re.escape(model))),
         )
-        self.variables: dict[str, str] = {}
         self._stack = contextlib.ExitStack()  # what `stop` does
 
     @property
@@ -138,7 +135,7 @@ class Server:
             OSError: the temporary folder or /dev/shm is full, or cannot be written.
         """
         variables = self._triton.environment() | self.variables
-        for path in (self._repository, tempfile.gettempdir()):
+        for path in (self.repository, tempfile.gettempdir()):
             self._triton.refuse_in_shell(str(path))
         with contextlib.ExitStack() as stack:
             stack.callback(self.client.close)
@@ -172,7 +169,7 @@ class Server:
     def _end_process(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(self._exit_seconds + _GRACE_SECONDS)
+            self.process.wait(self.exit_seconds + _GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
