@@ -54,11 +54,7 @@ class TritonPythonModel:
                 self.is_ready = self._is_ready
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the model; Triton reports a failure with the exception's text.
-
-        Args:
-            args: Triton's arguments, all strings; `model_config` is JSON.
-        """
+        """Load the model; Triton reports a failure with the exception's text."""
         handler = logs.install(args["model_name"])
         # A fatal signal, in a kernel or on a mapped file, prints a traceback to standard error.
         if not faulthandler.is_enabled():

@@ -46,24 +46,17 @@ class Engine:
     """One loaded model, called from one thread.
 
     Args:
-        config: the config of the model.
-        loaded: the model.
         device: its device; None: the model places itself.
-        hooks: its hooks; None: it has none.
         shared: what shares its weights on a GPU; None: they are not shared there.
 
     Attributes:
         run: returns one outcome for each item, in order.
         stages: the stages of a call for one request, for streams.
-        hooks: the model's hooks; None: it has none.
         inputs: checks, binds and groups items; with hooks for rows, those of a row.
         hooked: the stages of hooks; None: the model has none.
-        output_names: the names of the model's outputs.
         extract: returns the outputs of a result for a number of rows.
         finite: checks outputs; None: they are not checked.
-        failures: the failures of its calls.
         rows: how many rows a call takes.
-        compiles: whether torch.compile was requested.
         device: the device of the inputs: given, or that of the model's first weight.
         host_inputs: whether Triton copies all inputs to host memory.
         padding: pads inputs and cuts outputs; None: PAD is not set.
@@ -255,12 +248,8 @@ def _stages(
 ) -> Stages:
     """Return the stages of a model's pipeline.
 
-    Args:
-        made: the model.
-        forward: the callable for inputs, compiled as configured.
-        writer: takes the place of `scatter` for a model without features; None: results are outputs
-            by name.
-        steps: the states of sequences; None: items have them.
+    `writer` takes the place of `scatter` for a model without features; by default results are
+    outputs by name. `steps` are the states of sequences; without them, items have them.
     """
     config = made.config
     before: tuple[Before, ...] = ()

@@ -80,9 +80,7 @@ class Streams:
     ) -> BackendError | None:
         """Run one stream to its end; return its error, None without one.
 
-        Args:
-            item: the inputs.
-            send: takes each response, and whether it is the last one; returns whether to go on.
+        `send` takes each response, and whether it is the last one; it returns whether to go on.
         """
         self.live += 1
         state: object = None

@@ -46,10 +46,8 @@ def run(
 
     Return the attributes of the model that have changed and cannot be put back; see `ModelState`.
 
-    Args:
-        engine: the model.
-        serving: whether the model is served next. Then a made-up sample that fails is a warning.
-        row_counts: the only row counts that are going to be called; empty: any.
+    `serving`: the model is served next; then a made-up sample that fails is a warning. `row_counts`
+    are the only ones that are going to be called; empty: any.
 
     Raises:
         LoadError: forward() failed, its result contradicts the config, or the rows of a batch,
@@ -234,11 +232,7 @@ def check_rows(
     If they differ, that is an error where auto-completion has chosen the batch, else a warning.
     Outputs that are not floating point are not compared, nor random ones.
 
-    Args:
-        config: the config of the model.
-        call: computes the outputs of items.
-        example: valid values of inputs; others are made up.
-        rows: the number of rows of the batch; below 2 nothing is compared.
+    `example` has valid values of inputs; others are made up. Below two rows nothing is compared.
 
     Raises:
         ConfigError: rows depend on each other, and auto-completion has chosen the batch.

@@ -44,13 +44,7 @@ def choose(
     takes: ArgumentType,
     cast: torch.dtype | None,
 ) -> Argument:
-    """Return the kind of an input's argument.
-
-    Args:
-        signature: the signature of the function.
-        spec: the input.
-        takes: the type of the argument.
-        cast: what floating-point inputs are converted to; None: they are not.
+    """Return the kind of an input's argument; floating-point values are converted to `cast`.
 
     Raises:
         BindingError: the argument does not take the type of the input without loss.

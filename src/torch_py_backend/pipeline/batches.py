@@ -16,12 +16,9 @@ from torch_py_backend.values import ANY_ROWS, Columns, Rows, Value
 
 
 def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
-    """Return how many rows calls have.
+    """Return how many rows calls have, of those that the artifact accepts.
 
-    Args:
-        config: the model's config.
-        accepted: the rows that the artifact accepts.
-        fixed: whether each row count is prepared separately, as with static shapes.
+    `fixed`: each row count is prepared separately, as with static shapes.
 
     Raises:
         ConfigError: the artifact accepts none of the buckets.

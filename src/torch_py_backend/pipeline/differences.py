@@ -50,10 +50,8 @@ def dependent_output(
     mask, does not depend on the others. Outputs of other sizes are not compared, such as those of a
     model that pads to the longest row of a batch.
 
-    Args:
-        batch: outputs of a batch, of all rows or of the first and the last.
-        first: outputs of the first row alone.
-        last: outputs of the last row alone.
+    `batch` has the outputs of all rows of a batch, or of the first and the last; `first` and `last`
+    have those of these rows alone.
     """
     for name, value in batch.items():
         shapes = [part[name].shape for part in (first, last) if name in part]

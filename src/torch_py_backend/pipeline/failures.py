@@ -131,11 +131,7 @@ class Failures:
         Do not call this in an except block: the next exception would keep the handled one as its
         context, and the memory of its frames.
 
-        Args:
-            items: the items of the call, in order.
-            attempt: runs some of them; returns one result for each, or raises.
-            failure: the failure of the call.
-            called: as for `classify`.
+        `attempt` runs some items, and returns one result for each, or raises.
         """
         results: list[R | Failure] = [failure] * len(items)
         again = not failure.final and self._may_repeat()
@@ -183,9 +179,7 @@ class Failures:
     def classify(self, error: BaseException, called: str | None = None) -> Failure:
         """Return what an exception means, and release its frames; never raise.
 
-        Args:
-            error: the exception.
-            called: the name of the model's function that raised it, if not the one that is served.
+        `called` is the model's function that raised it, if not the one that is served.
         """
         text = ""
         try:

@@ -77,12 +77,7 @@ class HookedPipeline:
     # --- rows ----------------------------------------------------------------------------------
 
     def prepare(self, guarded: Guarded, entries: Entries) -> Entries:
-        """Return the prepared rows of each request, or why it is refused.
-
-        Args:
-            guarded: calls a function for a request.
-            entries: the entries of a run.
-        """
+        """Return the prepared rows of each request, or why it is refused."""
         entries, groups = self._group_inputs(entries)
         prepared = list(entries)
         for group in groups:

@@ -188,9 +188,7 @@ class Inputs:
     ) -> GroupStage:
         """Return the stage that refuses items and groups the others.
 
-        Args:
-            caller: makes the calls of the groups.
-            gathering: extends what gathers the items of the groups.
+        `gathering` extends what gathers the items of the groups.
         """
 
         @functools.lru_cache(MAX_SETS)

@@ -33,7 +33,6 @@ class OutputExtractor:
     """Extracts the config's outputs from results and checks them.
 
     Args:
-        config: the config of the model.
         of: the name of the function that returns the results, for messages.
         torchscript: the function is TorchScript's, which follows Triton's LibTorch backend.
     """

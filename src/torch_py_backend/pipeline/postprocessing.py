@@ -40,12 +40,7 @@ class Postprocessing:
         self._writer = writer if self._batched else None
 
     def finish(self, results: Results, entries: Entries) -> Results:
-        """Return the outputs of each request.
-
-        Args:
-            results: each request's part of the column ROWS, or its error.
-            entries: the entries of the run.
-        """
+        """Return the outputs of each request; `results` has its part of the column ROWS."""
         outcomes: list[Result] = [
             result
             if isinstance(result, BackendError)

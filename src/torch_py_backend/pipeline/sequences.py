@@ -42,12 +42,7 @@ class _Sequence:
 
 
 class Sequences:
-    """The states of all sequences of one instance.
-
-    Args:
-        device: the device of the states.
-        clock: returns seconds.
-    """
+    """The states of all sequences of one instance, on `device`; `clock` returns seconds."""
 
     def __init__(
         self,

@@ -50,13 +50,7 @@ def filled(
 def scatter_by_name(
     names: Sequence[str], ragged: Ragged | None, padding: Padding | None
 ) -> Scatter:
-    """Return what makes a result for each item from the outputs of a batch.
-
-    Args:
-        names: the names of the outputs.
-        ragged: splits batch outputs by the shapes of their sources.
-        padding: cuts outputs to the lengths of their items.
-    """
+    """Return what makes a result for each item from the outputs of a batch."""
 
     def scatter(outputs: Columns, sizes: Sequence[int], items: Items) -> Results:
         parts = list(outputs) if ragged is None else ragged.split(items, outputs)
