@@ -44,19 +44,17 @@ _GRPC = {
     503: "UNAVAILABLE",
 }
 # Of each kind of model, request and refusal one: what a server and its clients add to the fake.
-# Programs and packages are in test_digits.py, models without batches in test_drop_in.py.
+# Programs and packages are in test_digits.py, models without batches in test_repositories.py.
 _ON_SERVER = {
     "requests": (
-        "script_by_name", "module_class_and_kwargs", "function", "outputs", "prints_beyond_ascii",
-        "every_type", "optional_inputs", "scalars", "bytes_in_rows", "compiled", "buckets",
-        "padded", "poison", "outputs_in_memory_used_again", "batch_inputs", "batch_output",
-        "torchscript_nested", "module_strings",
+        "script_by_name", "function", "outputs", "prints_beyond_ascii", "every_type",
+        "optional_inputs", "scalars", "bytes_in_rows", "compiled", "padded", "poison",
+        "outputs_in_memory_used_again", "batch_inputs", "batch_output", "torchscript_nested",
     ),
     "sequences, hooks, completed and refused models": (
         "state_direct", "state_oldest", "states_of_strings_and_files", "signals_uint64_direct",
-        "hooks_counts", "operator_of_torchscript", "complete_export_nested",
-        "complete_torchscript", "complete_strings", "complete_crashes", "no_files", "syntax_error",
-        "bad_option", "state_file_missing", "iterative_sequences",
+        "hooks_counts", "operator_of_torchscript", "complete_export_nested", "complete_strings",
+        "complete_crashes", "syntax_error",
     ),
 }  # fmt: skip
 _ALL = (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE, *registered.TABLE)
@@ -99,25 +97,7 @@ class Serving:
         check_result(send(name, inputs, outputs=outputs, **_options(call)), call.expected)
 
     def check_together(self, name: str, batch: Sequence[Call]) -> None:
-        """Requests that are sent at once, each with an id: each has what the table has for it."""
-        answers: list[queue.SimpleQueue[tuple[Any, Any]]] = []
-        for place, call in enumerate(batch):
-            answers.append(queue.SimpleQueue())
-            self.grpc.async_infer(
-                name,
-                infer_inputs(tritonclient.grpc, call.inputs),
-                lambda result, error, answer=answers[-1]: answer.put((result, error)),
-                request_id=f"{name}-{place}",
-                **_options(call),
-            )
-        for call, answer in zip(batch, answers, strict=True):
-            result, error = answer.get(timeout=120)
-            if isinstance(call.expected, Refused):
-                assert error is not None
-                _check_refusal(error, call.expected, "grpc")
-            else:
-                assert error is None, error
-                check_result(result, call.expected)
+        check_together(self.grpc, name, batch)
 
 
 def until(happened: Callable[[], object], seconds: float = 60) -> None:
@@ -236,6 +216,30 @@ def _check_refusal(error: InferenceServerException, expected: Refused, protocol:
     assert not any(part in message for part in expected.hides), message
     status = str(expected.status) if protocol == "http" else _GRPC[expected.status]
     assert status in error.status()
+
+
+def check_together(
+    client: tritonclient.grpc.InferenceServerClient, name: str, batch: Sequence[Call]
+) -> None:
+    """Requests that are sent at once, each with an id: each has what the table has for it."""
+    answers: list[queue.SimpleQueue[tuple[Any, Any]]] = []
+    for place, call in enumerate(batch):
+        answers.append(queue.SimpleQueue())
+        client.async_infer(
+            name,
+            infer_inputs(tritonclient.grpc, call.inputs),
+            lambda result, error, answer=answers[-1]: answer.put((result, error)),
+            request_id=f"{name}-{place}",
+            **_options(call),
+        )
+    for call, answer in zip(batch, answers, strict=True):
+        result, error = answer.get(timeout=120)
+        if isinstance(call.expected, Refused):
+            assert error is not None
+            _check_refusal(error, call.expected, "grpc")
+        else:
+            assert error is None, error
+            check_result(result, call.expected)
 
 
 def check_result(result: Any, expected: dict[str, Any]) -> None:

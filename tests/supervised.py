@@ -151,7 +151,7 @@ class Steady:
 
     def _ask(self, module: Any, address: str, model: str) -> None:
         client = module.InferenceServerClient(address)
-        while not self._stop.wait(0.01):
+        while not self._stop.wait(0.03):
             try:
                 values = _infer(module, client, model, 3.0)
                 if values != [-3.0] * 4:

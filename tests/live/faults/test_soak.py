@@ -30,7 +30,7 @@ from scenarios import Call, Scenario, tensor
 from supervised import Supervised
 from tritonclient.utils import InferenceServerException
 
-_SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
+_SECONDS = float(os.environ.get("SOAK_SECONDS", "15"))
 _CLIENTS = 6  # of each protocol
 _SAMPLE_S = 0.5
 # Between two cycles of unload and load.
@@ -59,8 +59,6 @@ Sample: TypeAlias = dict[tuple[str, int], float]
 Outcomes: TypeAlias = dict[str, collections.Counter[str]]
 
 
-# --- models ------------------------------------------------------------------------------------
-
 _AFFINE = scenarios.affine()
 _BATCHED = "dynamic_batching { max_queue_delay_microseconds: 500 }\n"
 
@@ -80,15 +78,10 @@ _MODELS = (
         + tensor("input", "blobs", [2], "STRING")
         + tensor("output", "y", [2], "STRING"),
     ),
-    Scenario(
-        "padded",
-        scenarios.python(models.Tokens),
-        scenarios.tokens('{"ids": {"multiple_of": 4, "mask": "mask", "outputs": ["y"]}}', _BATCHED),
-    ),
     _affine_of("reloaded", 1),
     _affine_of("killed", 2),
 )
-_STEADY = ("affine", "blobs", "padded")
+_STEADY = ("affine", "blobs")
 
 
 def _call(name: str, random: Random) -> Call:
@@ -98,15 +91,6 @@ def _call(name: str, random: Random) -> Call:
         blobs = np.empty((rows, 2), dtype=np.object_)
         blobs.ravel()[:] = [random.bytes(int(random.integers(0, 9))) for _ in range(blobs.size)]
         return Call({"blobs": blobs}, {"y": blobs[:, ::-1]})
-    if name == "padded":
-        ids = random.integers(0, 99, (rows, int(random.integers(1, 9))))
-        mask = random.integers(0, 2, ids.shape)
-        inputs = {"ids": ids, "mask": mask}
-        if random.integers(2):
-            del inputs["mask"]
-            mask = np.ones_like(ids)
-        y = ids * 100 + mask.cumsum(1) * mask
-        return Call(inputs, {"y": y, "count": mask.sum(1, keepdims=True)})
     x = random.standard_normal((rows, 4)).astype(np.float32)
     return Call({"x": x}, {"y": scenarios.eager(_AFFINE, x=x)})
 
@@ -129,9 +113,6 @@ def test_soak(tmp_path: Path) -> None:
     assert reloads
     assert kills
     _assert_flat(samples)
-
-
-# --- load --------------------------------------------------------------------------------------
 
 
 async def _soak(server: Supervised) -> tuple[Outcomes, list[Sample], int, int]:
@@ -171,7 +152,7 @@ async def _ask(number: int, server: Supervised, outcomes: Outcomes, over: asynci
         inputs = serving.infer_inputs(module, call.inputs)
         sent = asyncio.ensure_future(client.infer(name, inputs))
         # Not over gRPC: tritonserver 24.10 dies of a segfault in its frontend now and then, where
-        # calls are cancelled under full load. (Cancellation itself is tested in test_fatal.py.)
+        # calls are cancelled under full load. (Cancellation itself is tested in test_requests.py.)
         if module is tritonclient.http and random.random() < _CANCELLED:
             await asyncio.sleep(float(random.random()) * 0.003)
             sent.cancel()
@@ -225,9 +206,6 @@ async def _kill(server: Supervised, model: str) -> None:
     before[0].kill()
     await _until(lambda: not living.left(before))
     await _until(lambda: server.ready(model))
-
-
-# --- what must not grow ------------------------------------------------------------------------
 
 
 def _look(watched: Sequence[psutil.Process], prefix: str) -> Sample:

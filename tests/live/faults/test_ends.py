@@ -1,0 +1,290 @@
+"""Loads that hang, and ends: of `serve`, of tritonserver, and by SIGTERM, on real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import math
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import living
+import psutil
+import pytest
+import serving
+import streamed
+import tritonclient.grpc
+from grpc_streams import Client, responses
+from scenarios import Scenario, text, x_to_y
+from supervised import LONGEST_S, Supervised, regions, serve, until
+from tritonclient.utils import InferenceServerException
+
+from torch_py_backend.processes.instance_status import InstanceState
+from torch_py_backend.server import instances
+from torch_py_backend.server import supervisor as supervisors
+from torch_py_backend.server.instances import InstanceMonitor
+from torch_py_backend.server.supervisor import Event, Supervisor
+
+pytestmark = pytest.mark.slow
+
+# Answers with -x after so many seconds as x has.
+_MODULE = """
+import os
+import time
+from torch import nn
+
+
+class Served(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {built}
+
+    def forward(self, x):
+        time.sleep(float(x[0, 0]))
+        return -x
+"""
+_HANGS = "time.sleep(1000)"
+_STREAM = """
+import time
+
+
+def forward(x):
+    while True:
+        while float(x) == 103:
+            pass
+        time.sleep(0.005)
+        yield x
+"""
+_CONFIG = x_to_y(4, WARMUP="false")
+_LIMIT = 'parameters { key: "EXECUTION_TIMEOUT_MS" value { string_value: "3000" } }\n'
+_ENDLESS = Scenario(
+    "endless", text(_STREAM), streamed.config({"x": "FP32"}, {"y": "FP32"}) + _LIMIT
+)
+
+
+def _lay_out(folder: Path, *names: str, built: str = "pass") -> None:
+    for name in names:
+        Scenario(name, text(_MODULE.format(built=built)), _CONFIG).lay_out(folder)
+
+
+def _until_told(served: Supervised, says: str) -> None:
+    until(lambda: says in served.text, served)
+
+
+@contextlib.contextmanager
+def _streaming(served: Supervised) -> Iterator[None]:
+    """Meanwhile a stream is under way."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        stream = Client(channel).ask("endless", {"x": streamed.floats(1)})
+        assert next(iter(responses(stream)))
+        yield
+
+
+def _check_streams(served: Supervised) -> None:
+    """A step that takes longer than the limit costs the instance; a stream that does, does not."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        client = Client(channel)
+
+        def come(value: float, count: int) -> Any:
+            stream = client.ask("endless", {"x": streamed.floats(value)})
+            assert len(list(itertools.islice(responses(stream), count))) == count
+            return stream
+
+        healthy = come(1, 700)
+        hangs = come(103, 0)
+        _until_told(served, "serves again")
+        assert "endless_0_0 hung: a call took longer than EXECUTION_TIMEOUT_MS" in served.text
+        # Triton never ends the streams of a process that has died.
+        for stream in (healthy, hangs):
+            stream.cancel()
+        come(2, 5).cancel()
+
+
+def test_loads_that_take_too_long_and_a_stop_at_work(tmp_path: Path) -> None:
+    """--load-timeout ends loads that hang, whoever requested them, and says so; others serve.
+
+    After SIGTERM, readiness ends first, and a request in flight gets its answer. A stream and a
+    load that are under way hold nothing up; nothing is left.
+    """
+    _lay_out(tmp_path, "steady", "changed")
+    _lay_out(tmp_path, "hangs", "unknown", built=_HANGS)
+    _ENDLESS.lay_out(tmp_path)
+    loaded = [f"--load-model={name}" for name in ("steady", "changed", "hangs", "endless")]
+    with serve(tmp_path, "--load-timeout=45", "--restarts=0", triton=loaded) as served:
+        _until_told(served, "READY   steady")
+        _until_told(served, "READY   changed")
+        _lay_out(tmp_path / "new", "changed", built=_HANGS)
+        (tmp_path / "new/changed/1/model.py").replace(tmp_path / "changed/1/model.py")
+        loads = {name: _loading(served, name) for name in ("unknown", "changed")}
+        served.wait_loaded()
+        for name, (asking, refusals) in loads.items():
+            _until_told(served, f"instance {name}_0_0 took longer than 45 s (--load-timeout)")
+            asking.join(120)
+            assert len(refusals) == 1
+            assert f"{name}_0_0' is not healthy" in refusals[0]
+        assert served.infer("steady", 0.1) == pytest.approx([-0.1] * 4)
+        assert served.infer("changed", 0.1) == pytest.approx([-0.1] * 4)
+        assert served.ready("changed")
+        assert "took longer than 45 s (--load-timeout)" in served.ask("/ready/hangs")[1]["reason"]
+        assert served.stubs("hangs") == []
+
+        loading, _ = _loading(served, "unknown")
+        until(lambda: served.in_state("unknown", InstanceState.LOADING), served)
+        with _streaming(served):
+            _check_stop(served)
+        loading.join(60)
+
+
+def _check_stop(served: Supervised) -> None:
+    family, prefix, answers = served.family(), served.prefix(), []
+    asking = threading.Thread(target=lambda: answers.append(served.infer("steady", 3.0)))
+    asking.start()
+    until(lambda: served.in_state("steady", InstanceState.BUSY), served)
+    assert served.ready("steady")
+    served.process.send_signal(signal.SIGTERM)
+    stopping = {"ready": False, "reason": "the server is being stopped"}
+    until(lambda: served.ask("/ready/steady") == (503, stopping), served)
+    asking.join(60)
+    assert answers == [[-3.0] * 4]
+    assert served.process.wait(60) == 0
+    assert living.all_end(family)
+    assert regions(prefix) == []
+
+
+def _loading(served: Supervised, name: str) -> tuple[threading.Thread, list[str]]:
+    """A load through Triton's API, under way, and the refusal that it ends with."""
+    port = re.search(r"--grpc-port=(\d+)", living.command(served.triton()))
+    assert port
+    address, refusals = f"127.0.0.1:{port[1]}", list[str]()
+
+    def ask() -> None:
+        with tritonclient.grpc.InferenceServerClient(address) as client:
+            try:
+                client.load_model(name)
+            except InferenceServerException as refusal:
+                refusals.append(refusal.message())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    return asking, refusals
+
+
+@contextlib.contextmanager
+def _held(prefix: str) -> Iterator[None]:
+    """Others who start a server meanwhile find an owner, and remove nothing."""
+    with Path(f"/dev/shm/{prefix}owner").open("rb") as file:
+        # Granted when the owner dies.
+        waiting = threading.Thread(target=fcntl.flock, args=(file, fcntl.LOCK_EX))
+        waiting.start()
+        yield
+        waiting.join(60)
+        assert not waiting.is_alive()
+
+
+def test_serve_or_tritonserver_is_killed(tmp_path: Path) -> None:
+    """Kill -9 of serve ends all processes; the next start removes the folder and the regions.
+
+    The death of tritonserver ends its instances, at rest and at work, even while it is a zombie, as
+    in a container without an init process. It ends `serve`, too, with the signal's exit code:
+    Kubernetes starts it again. With --restrict, too.
+    """
+    _lay_out(tmp_path, "steady", "hangs")
+    config = tmp_path / "hangs" / "config.pbtxt"
+    config.write_text(config.read_text().replace("count: 1", "count: 2"))
+    _ENDLESS.lay_out(tmp_path)
+    with serve(tmp_path, triton=["--load-model=hangs"]) as served:
+        served.wait_loaded()
+        family, prefix, folder = served.family(), served.prefix(), Path(served.triton().cwd())
+        _hang(served, 1)
+        with _held(prefix):
+            served.process.kill()
+            served.process.wait()
+            assert living.all_end(family)
+            assert regions(prefix)
+    key = {"TORCH_PY_BACKEND_ADMIN_KEY": "a secret"}
+    with serve(tmp_path, "--restrict=model-repository,health", **key) as served:
+        served.wait_loaded()
+        assert regions(prefix) == []
+        assert not folder.exists()
+        _check_restrictions(served)
+        _check_streams(served)
+        family, prefix = served.family(), served.prefix()
+        triton = served.triton()
+        _hang(served, 2)
+        with _streaming(served):
+            serve_itself = psutil.Process(served.process.pid)
+            serve_itself.suspend()
+            triton.send_signal(signal.SIGSEGV)
+            assert living.all_end(family)
+            serve_itself.resume()
+        assert served.process.wait(60) == 128 + signal.SIGSEGV
+        assert regions(prefix) == []
+        _until_told(served, "tritonserver ended by SIGSEGV")
+
+
+def _hang(served: Supervised, instances: int) -> None:
+    """Let so many instances of a model work for long."""
+
+    def ask() -> None:
+        with contextlib.suppress(InferenceServerException):
+            served.infer("hangs", 1000.0, seconds=1000)
+
+    for _ in range(instances):
+        threading.Thread(target=ask, daemon=True).start()
+    until(lambda: len(served.in_state("hangs", InstanceState.BUSY)) == instances, served)
+
+
+def _check_restrictions(served: Supervised) -> None:
+    """Clients without the key are refused; serve itself has it, and no other process."""
+    assert served.infer("steady", 1.0) == [-1.0] * 4
+    assert served.ask("/live")[0] == 200
+    for one in served.family():
+        assert "a secret" not in one.environ().values(), living.command(one)
+    with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+        with pytest.raises(InferenceServerException, match="restricted"):
+            client.unload_model("steady")
+        client.unload_model("steady", headers={"triton-grpc-protocol-admin-key": "a secret"})
+    until(lambda: served.ask("/ready/steady")[0] == 404, served)
+
+
+def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that stalls for seconds while it loads, so that Triton forgets it, is replaced."""
+    # Here, nothing but Triton notices that the process was stopped.
+    monkeypatch.setattr(instances, "_STOPPED_S", math.inf)
+    monkeypatch.setattr(supervisors, "_ACCEPTED_S", 2.0)
+    # Only then: the process that completes the config has ended.
+    built = f"open(f'{tmp_path}/{{os.getpid()}}.loading', 'x'); time.sleep(3)"
+    _lay_out(tmp_path / "repository", "slow", built=built)
+    events: list[Event] = []
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving.running(tmp_path, "--model-control-mode=explicit"))
+        monitor = InstanceMonitor(server.status_folder)
+        supervisor = Supervisor(server.client, monitor, events.append, restarts=3, load_seconds=200)
+
+        def step_until(what: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + LONGEST_S
+            while not what():
+                assert time.monotonic() < deadline, events
+                time.sleep(0.1)
+                supervisor.step()
+
+        supervisor.load(["slow"])
+        step_until(lambda: any(tmp_path.glob("*.loading")))
+        process = psutil.Process(int(next(tmp_path.glob("*.loading")).stem))
+        process.suspend()
+        # Triton expects a sign of life each second.
+        time.sleep(3)
+        with contextlib.suppress(psutil.NoSuchProcess):  # Triton may have killed it already
+            process.resume()
+        step_until(lambda: len(events) > 1)
+        assert not process.is_running()
+    down, ready = events
+    assert down.text.startswith("Triton did not accept it after its load")
+    assert ready.kind == "READY"
