@@ -1,6 +1,5 @@
 """Which file is the model, its type and its weights."""
 
-import dataclasses
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -113,28 +112,6 @@ def test_error_lists_the_existing_files_and_the_expected_names(tmp_path: Path) -
 
 # --- weights ---------------------------------------------------------------------------------
 
-_FACTORY = {"model_factory": "package:Net"}
-_MANY = _PY | {"model.pt": weights, "model.pth": weights}
-
-
-@pytest.mark.parametrize(
-    ("files", "options", "expected"),
-    [
-        # With WEIGHTS none, weights files in the version folder are ignored.
-        (_MANY, {"weights": "none"}, Artifact(ArtifactType.MODULE, Path("model.py"))),
-        # A factory with a colon belongs to a package; the version folder may hold its weights.
-        ({"model.pt2": script}, _FACTORY, Artifact(ArtifactType.FACTORY, Path())),
-        ({"model.pt": weights}, _FACTORY, Artifact(ArtifactType.FACTORY, Path(), Path("model.pt"))),
-    ],
-)
-def test_weights_and_model_factory_select_the_files(
-    files: _Files, options: dict[str, str], expected: Artifact, tmp_path: Path
-) -> None:
-    version = store(tmp_path, files)
-    beside = expected.weights and version / expected.weights
-    expected = dataclasses.replace(expected, path=version / expected.path, weights=beside)
-    assert discovery.find(build.config(tmp_path, **options)) == expected
-
 
 def test_named_weights_may_be_beside_the_versions_and_links_within_the_model(
     tmp_path: Path,
@@ -153,6 +130,7 @@ def test_several_weights_need_a_name(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=f"{' and '.join(names)}; expected one .* WEIGHTS"):
         discovery.find(build.config(tmp_path))
     assert discovery.find(build.config(tmp_path, weights=_INDEX)).weights == version / _INDEX
+    assert discovery.find(build.config(tmp_path, weights="none")).weights is None
 
 
 # --- a source beside a complete model --------------------------------------------------------

@@ -21,28 +21,23 @@ def shapes(item: Item) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "shrunk", "expected"),
+    ("rows", "shrunk", "multiple", "expected"),
     [
-        pytest.param(None, False, {"x": (3, 8), "n": ()}, id="no batches"),
-        pytest.param(None, True, {"x": (3, 6), "n": ()}, id="no batches, shrunk"),
-        pytest.param(1, False, {"x": (1, 3, 8), "n": (1,)}, id="one row"),
-        pytest.param(5, True, {"x": (5, 3, 6), "n": (5,)}, id="five rows, shrunk"),
-        pytest.param(0, False, {"x": (0, 3, 8), "n": (0,)}, id="no row"),
+        (None, False, 1, {"x": (3, 8), "n": ()}),
+        (None, True, 1, {"x": (3, 6), "n": ()}),
+        (5, True, 1, {"x": (5, 3, 6), "n": (5,)}),
+        (0, False, 1, {"x": (0, 3, 8), "n": (0,)}),
+        # PAD rounds up.
+        (1, False, 16, {"x": (1, 3, 32), "n": (1,)}),
+        (1, True, 16, {"x": (1, 3, 16), "n": (1,)}),
     ],
 )
-def test_item_has_the_configs_shapes(
-    rows: int | None, shrunk: bool, expected: dict[str, tuple[int, ...]]
+def test_item_has_the_configs_shapes_and_two_sizes_differ(
+    rows: int | None, shrunk: bool, multiple: int, expected: dict[str, tuple[int, ...]]
 ) -> None:
-    config = build.config(inputs=(build.spec("x", dims=(3, -1)), build.spec("n", "INT64", ())))
+    inputs = (build.spec("x", dims=(3, -1)), build.spec("n", "INT64", ()))
+    config = build.config(inputs=inputs, pad={"x": {"multiple_of": multiple}})
     assert shapes(example_inputs.item(config, rows, shrunk=shrunk)) == expected
-
-
-def test_sizes_with_padding_are_rounded_up_and_still_differ() -> None:
-    inputs = (build.spec("x", dims=(-1,)), build.spec("m", "INT64", (-1,)))
-    config = build.config(inputs=inputs, pad={"x": {"multiple_of": 16}})
-    for shrunk, size in ((False, 32), (True, 16)):
-        item = example_inputs.item(config, 1, shrunk=shrunk)
-        assert shapes(item) == {"x": (1, size), "m": (1, size)}
 
 
 def test_made_up_values_are_floats_from_0_to_1_integers_of_1_and_strings() -> None:
@@ -63,10 +58,9 @@ def test_made_up_values_are_floats_from_0_to_1_integers_of_1_and_strings() -> No
 @pytest.mark.parametrize(
     ("rows", "shrunk", "expected"),
     [
-        pytest.param(1, False, [[1, 2, 3, 4]], id="one row"),
-        pytest.param(3, False, [[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4]], id="repeated"),
-        pytest.param(2, True, [[1, 2, 3], [5, 6, 7]], id="shrunk"),
-        pytest.param(0, False, [], id="no row"),
+        (3, False, [[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4]]),
+        (1, True, [[1, 2, 3]]),
+        (0, False, []),
     ],
 )
 def test_rows_of_an_example_are_repeated_and_dims_of_minus_1_shortened(
@@ -84,7 +78,6 @@ def test_rows_of_an_example_are_repeated_and_dims_of_minus_1_shortened(
 @pytest.mark.parametrize(
     ("dims", "value", "fits"),
     [
-        ((4,), torch.zeros(2, 4), True),
         ((-1,), torch.zeros(2, 4), True),
         ((), torch.zeros(2), True),
         ((4,), torch.zeros(4), False),

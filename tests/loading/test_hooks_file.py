@@ -95,7 +95,6 @@ def test_arguments_may_have_any_name_but_parameters(tmp_path: Path) -> None:
         "def preprocess(self, x, parameters)",
         "def preprocess_batch(self, parameters, x)",
         "def collate(self, items, parameters=None)",
-        "def postprocess(self, *everything)",
         "def postprocess_batch(self, out, parameters)",
     ):
         hooks = load(tmp_path, method(definition))

@@ -56,7 +56,6 @@ def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("source", "options", "answer"),
     [
-        pytest.param(NET, {}, 2, id="only class"),
         pytest.param(NET + BESIDE, {}, 2, id="class beside others"),
         pytest.param(
             "import math\nfrom os import getcwd\ndef double(x):\n    return 2 * x\n"
@@ -68,12 +67,6 @@ def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
         pytest.param(NET.replace("Net", "_Net"), {"model_class": "_Net"}, 2, id="named private"),
         pytest.param(
             NET + "def double(x):\n    return 2 * x\n", {"model_class": "double"}, 2, id="function"
-        ),
-        pytest.param(
-            "def make(offset):\n    return lambda x: x + offset\n",
-            {"model_factory": "make", "model_kwargs": {"offset": 5}},
-            6,
-            id="function of a factory",
         ),
         pytest.param(
             NET + "class Later(Net):\n    pass\n", {"python_runtime": True}, 2, id="runtime, first"

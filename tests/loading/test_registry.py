@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -161,32 +160,6 @@ def save_program(path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(2, 3), (torch.rand(4, 2),)), path)
 
 
-@pytest.mark.parametrize(
-    ("member", "kind"),
-    [("code/net.py", "TorchScript"), ("models/model.json", "a torch.export program")],
-)
-def test_archive_that_torch_cannot_load_is_refused_without_its_folder(
-    member: str, kind: str, tmp_path: Path
-) -> None:
-    with zipfile.ZipFile(build.write(tmp_path, "model.pt", ""), "w") as file:
-        file.writestr(f"model/{member}", "{")
-    with pytest.raises(ArtifactError) as raised:
-        load(tmp_path)
-    text = str(raised.value)
-    assert f"model.pt is {kind} that torch {torch.__version__} cannot load" in text
-    assert str(tmp_path) not in text
-
-
-# --- METHOD ----------------------------------------------------------------------------------
-
-
-def test_method_of_any_object_or_of_torchscript_is_served(tmp_path: Path) -> None:
-    store(tmp_path / "a", "def make():\n    return lambda x: x\n")
-    store_script(tmp_path / "b", torch.jit.script(OnlyEncodes()))
-    assert load(tmp_path / "a", model_factory="make", method="__call__").module(1) == 1
-    assert torch.equal(load(tmp_path / "b", method="encode").module(X), X + 1)
-
-
 # --- programs --------------------------------------------------------------------------------
 
 
@@ -213,18 +186,9 @@ class Net(nn.Module):
 """
 
 
-@pytest.mark.parametrize(
-    ("overrides", "takes", "steps"),
-    [
-        ({"decoupled": True}, "begin(y)", True),
-        ({"decoupled": True, "method": "forward"}, "forward(x)", False),
-        ({}, "forward(x)", False),
-    ],
-)
-def test_decoupled_model_has_steps_unless_method_is_set(
-    overrides: dict[str, Any], takes: str, steps: bool, tmp_path: Path
-) -> None:
+def test_decoupled_model_has_steps_unless_method_is_set(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _STEPS)
-    loaded = load(tmp_path, **overrides)
-    assert str(loaded.signature) == takes
-    assert (loaded.step is not None) is steps
+    assert str(load(tmp_path, decoupled=True).signature) == "begin(y)"
+    loaded = load(tmp_path, decoupled=True, method="forward")
+    assert str(loaded.signature) == "forward(x)"
+    assert loaded.step is None

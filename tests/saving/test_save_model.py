@@ -283,34 +283,12 @@ def test_model_with_a_tokenizer_takes_texts_of_any_length(tmp_path: Path) -> Non
     assert _tensors(document, "output") == outputs
 
 
-_LABELS = """
-from transformers import AutoTokenizer
-
-
-class Labels:
-    def __init__(self, folder):
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-    def preprocess_batch(self, text: list[str]):
-        return self.tokenizer(text, padding=True, return_tensors="pt")
-
-    def postprocess(self, result):
-        shares = result.logits.softmax(0)
-        return {"label": ["bad", "good"][int(shares.argmax())], "share": shares.max()}
-"""
-
-
-def test_hooks_of_the_user_read_the_tokenizer_from_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "labels.py").write_text(_LABELS)
-    monkeypatch.syspath_prepend(tmp_path)
-    labels = importlib.import_module("labels")
+def test_hooks_of_the_user_read_the_tokenizer_from_the_folder(tmp_path: Path) -> None:
     document = _saved(
         tmp_path,
         _bert("BertForSequenceClassification"),
         processor=_tokenizer(tmp_path),
-        hooks=labels.Labels,
+        hooks=saved.Labels,
         example_inputs={"text": ["a", "a b"]},
     )
     version = tmp_path / "models" / "net" / "1"

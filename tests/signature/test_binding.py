@@ -300,9 +300,3 @@ def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: 
     assert str(called).replace("'", "") == arguments
     assert set(inputs.types) == {ArgumentType.TENSOR}
     assert list(inputs.places) == signature.named
-
-
-def test_tensor_of_a_program_is_named_after_its_argument_or_key() -> None:
-    assert TREE.named == ["x", "z", "ARGS[1][a][0]", "ARGS[1][a][1]", "scale"]
-    assert tree((0, 0)).named == ["arg0", "arg1"]
-    assert tree(({"b": 0}, {"b": 0})).named == ["ARGS[0][b]", "ARGS[1][b]"]

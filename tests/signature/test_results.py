@@ -53,9 +53,8 @@ class Detected:
     extra: Any
 
 
-def outputs(result: Any, names: Sequence[str], *, fields_optional: bool = False) -> list[Any]:
-    bound = results.bind_outputs(names, result, fields_optional=fields_optional)
-    return list(bound(result))
+def outputs(result: Any, names: Sequence[str]) -> list[Any]:
+    return list(results.bind_outputs(names, result)(result))
 
 
 @pytest.mark.parametrize("kind", RESULTS)
@@ -128,16 +127,6 @@ def test_a_mix_of_numbers_and_other_names_is_warned_about(
     assert [warning in message for message in caplog.messages] == [True] * bool(warning)
 
 
-def test_named_tuple_is_bound_in_order_as_in_tritons_own_backends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert outputs(RESULTS["named tuple"], ["a", "b"], fields_optional=True) == [10, 20]
-    assert "the output names a, b are neither all numbers" in caplog.text
-    assert outputs(RESULTS["named tuple"], ["deviation"], fields_optional=True) == [20]
-    with pytest.raises(BindingError):
-        outputs(RESULTS["dict"], ["a", "b"], fields_optional=True)
-
-
 @pytest.mark.parametrize(
     ("result", "names", "message"),
     [
@@ -182,9 +171,3 @@ def test_binding_applies_to_later_results() -> None:
             bound(later)
     with pytest.raises(TypeError):
         both((1, 2, 3))
-
-
-def test_every_leaf_has_a_name() -> None:
-    for result, names in (((1, TEXTS), ["OUTPUT__0", "OUTPUT__1"]), ({"a": 1, 5: 2}, ["a", "5"])):
-        assert results.leaf_names(result) == names
-        assert len(outputs(result, names)) == len(names)
