@@ -1,91 +1,47 @@
-"""Requests to a server and its answers, with servers in this process; tests/live has real ones."""
+"""Requests to a server and its answers; tests/live has real ones."""
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import io
 import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from unittest.mock import Mock
 
 import grpc
 import pytest
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from torch_py_backend.server import client as triton
 from torch_py_backend.server.client import ModelState, TritonClient
 
-# --- loads and unloads -----------------------------------------------------------------------
+
+def test_requests_have_the_key_and_the_config() -> None:
+    client = TritonClient("", "", key="v")
+    client._service = service = Mock()
+    client.load("\udcff", 30, {"name": "n"})  # the name of a folder that is not UTF-8
+    client.unload("grüße")
+    load, unload = (
+        method.future.call_args
+        for method in (service.RepositoryModelLoad, service.RepositoryModelUnload)
+    )
+    assert (load.args[0].model_name, unload.args[0].model_name) == ("?", "grüße")
+    assert load.args[0].parameters["config"].string_param == '{"name": "n"}'
+    keys = (("triton-grpc-protocol-admin-key", "v"),)
+    assert load.kwargs["metadata"] == unload.kwargs["metadata"] == keys
 
 
-_REFUSALS = {
-    "broken": (grpc.StatusCode.INVALID_ARGUMENT, "load failed"),
-    "unread": (grpc.StatusCode.INTERNAL, "failed to poll from model repository"),
-    "endless": (grpc.StatusCode.DEADLINE_EXCEEDED, ""),
-}
-
-
-class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Records requests."""
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, str, dict[str, str]]] = []
-
-    def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: N802  Triton's name
-        return self._answer("load", request, context, service_pb2.RepositoryModelLoadResponse())
-
-    def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: N802  Triton's name
-        return self._answer("unload", request, context, service_pb2.RepositoryModelUnloadResponse())
-
-    def _answer(self, method: str, request: Any, context: Any, answer: Any) -> Any:
-        keys = {key: value for key, value in context.invocation_metadata() if "triton" in key}
-        for name, value in getattr(request, "parameters", {}).items():
-            keys[name] = value.string_param
-        self.requests.append((method, request.model_name, keys))
-        if request.model_name in _REFUSALS:
-            context.abort(*_REFUSALS[request.model_name])
-        return answer
-
-
-@pytest.fixture
-def service() -> Iterator[tuple[_Service, str]]:
-    service, server = _Service(), grpc.server(ThreadPoolExecutor(2))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield service, f"127.0.0.1:{port}"
-    server.stop(None).wait()
-
-
-def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> None:
-    keys = {"triton-grpc-protocol-admin-key": "v"}
-    explain = {"unread": "its config is wrong"}
-    client = TritonClient("", service[1], key="v", poll_failure=lambda name: explain.get(name, ""))
-
-    def failure(call: grpc.Future) -> str:
-        with contextlib.suppress(grpc.RpcError):
-            call.result(60)
-        return client.failure(service[0].requests[-1][1], call)
-
-    assert failure(client.load("m", 30)) == failure(client.unload("grüße")) == ""
-    assert failure(client.load("m", 30, {"name": "n"})) == ""
-    assert service[0].requests == [
-        ("load", "m", keys),
-        ("unload", "grüße", keys),
-        ("load", "m", {**keys, "config": '{"name": "n"}'}),
-    ]
-    assert failure(client.load("broken", 30)) == "load failed"
-    assert failure(client.load("endless", 30)) == "StatusCode.DEADLINE_EXCEEDED"
-    assert failure(client.load("unread", 30)) == "its config is wrong"
-    assert failure(client.load("\udcff", 30)) == ""  # the name of a folder that is not UTF-8
-    assert service[0].requests[-1][1] == "?"
-    client.close()
-
-
-# --- states ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("code", "details", "says"),
+    [
+        (grpc.StatusCode.OK, "", ""),
+        (grpc.StatusCode.INVALID_ARGUMENT, "load failed", "load failed"),
+        (grpc.StatusCode.INTERNAL, "failed to poll from model repository", "its config is wrong"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "", "StatusCode.DEADLINE_EXCEEDED"),
+    ],
+)
+def test_why_a_load_failed(code: grpc.StatusCode, details: str, says: str) -> None:
+    client = TritonClient("", "", poll_failure=lambda _: "its config is wrong")
+    call = Mock(code=lambda: code, details=lambda: details)
+    assert client.failure("m", call) == says
 
 
 def test_names_that_are_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +86,6 @@ _WITHDRAWN = _version("1", "UNAVAILABLE", "unloaded")
 )
 def test_states_of_several_versions(versions: list[dict[str, str]], state: ModelState) -> None:
     assert triton.states(versions) == [state]
-
-
-# --- reasons ---------------------------------------------------------------------------------
 
 
 _NESTED = (

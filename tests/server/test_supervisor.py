@@ -291,21 +291,6 @@ def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
     assert server.disregarded == {5}
 
 
-def test_a_model_that_was_given_up_serves_once_a_user_loads_it() -> None:
-    server = _serving("a", restarts=1)
-    for _ in range(2):
-        server.die("a")
-        server.step(3)
-    given_up = {"a": "stays down: was killed"}
-    server.expect("DOWN a, READY a 1, GIVEN UP a", "unload a, load a, unload a", given_up)
-    server.states["a"] = "no such file"  # another one's load failed
-    server.after(100, not_ready=given_up)
-    server.start("a")
-    server.after(1, "READY a 1")
-    server.die("a")
-    server.after(0.3, "DOWN a, READY a 1", "unload a, load a")
-
-
 def test_a_crash_loop_has_growing_delays() -> None:
     server = FakeServer("a", "b", restarts=9)
     server.refusals["a"] = _DEAD
