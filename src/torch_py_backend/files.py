@@ -11,13 +11,8 @@ from pathlib import Path
 def replace(path: Path, content: bytes, mode: int | None = None) -> None:
     """Write a file atomically. A link is replaced; resolve the path to replace its target.
 
-    Args:
-        path: the file.
-        content: its content.
-        mode: its permissions; None: those of the file that it replaces, 644 for a new one.
-
-    Raises:
-        OSError: it cannot be written.
+    Without a `mode` it has the permissions of the file that it replaces, 644 if it is new. Raises
+    OSError if it cannot be written.
     """
     if mode is None:
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644

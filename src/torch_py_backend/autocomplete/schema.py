@@ -198,9 +198,7 @@ def _run(
 def is_batch(run: Callable[[Item], Sequence[TensorSpec]], item: Item) -> bool:
     """Return whether dimension 0, and no other, doubles in every output if the rows do.
 
-    Args:
-        run: returns the outputs of the model for an item, with all dims.
-        item: valid inputs.
+    `run` returns the outputs of the model for an item, with all dims.
     """
     sizes = {value.shape[0] if value.ndim else 0 for value in item.values()}
     if len(sizes) != 1 or 0 in sizes:

@@ -143,9 +143,7 @@ def pretrained_inputs(
 def pad(config: Document, document: JsonObject) -> None:
     """Let requests of different lengths share a batch, if the model has a token to pad with.
 
-    Args:
-        config: the contents of config.json.
-        document: the config of the model, with its `pretrained_inputs`; it is changed in place.
+    `config` is config.json. `document`, with its `pretrained_inputs`, is changed in place.
     """
     token = config.get("pad_token_id")
     names = [entry["name"] for entry in document["input"]]

@@ -53,16 +53,9 @@ def create(
 ) -> JsonObject:
     """Write a model folder with a config that the model completes.
 
-    Args:
-        target: the model folder.
-        artifact: the files to serve.
-        inputs: the inputs, as entries of config.pbtxt; empty: they come from the model.
-        transfer: copies or links a file to a path.
-        settings: entries of config.pbtxt for a model with a batch dimension.
-        force: replace a model folder that is there, as `new_folder` does.
-
-    Returns:
-        The report of `inspection.inspect`.
+    `inputs` are entries of config.pbtxt; without any, they come from the model. `settings` are
+    entries for a model with a batch dimension. `transfer` copies or links a file to a path. Return
+    the report of `inspection.inspect`.
 
     Raises:
         LoadError: the model does not load and run, and nothing is written.
@@ -82,15 +75,10 @@ def create(
 
 
 def write_config(folder: Path, document: Document, **more: object) -> JsonObject:
-    """Try the model of a folder in a child process, and write its config.pbtxt.
+    """Try the model of a folder with the version 1 in a child process, and write its config.pbtxt.
 
-    Args:
-        folder: the model folder, with the version 1.
-        document: the config, which may lack inputs and outputs.
-        more: further arguments of `inspection.inspect`, as JSON.
-
-    Returns:
-        The report of `inspection.inspect`.
+    `document` may lack inputs and outputs. `more` are further arguments of `inspection.inspect`,
+    whose report is returned.
 
     Raises:
         LoadError: the model cannot be served, or differs from the reference.

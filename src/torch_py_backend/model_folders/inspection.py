@@ -94,11 +94,8 @@ def _complete(
 ) -> None:
     """Complete the config of a new model folder, which may list inputs, and has no batch size.
 
-    Args:
-        arguments: Triton's arguments.
-        document: the config, which is changed in place.
-        pretrained: the contents of config.json of transformers; empty for other models.
-        settings: entries of config.pbtxt for a model with a batch dimension.
+    `document` is changed in place. `pretrained` is the config.json of transformers, empty for other
+    models; `settings` are entries of config.pbtxt for a model with a batch dimension.
     """
     if model_class := _class_of_weights(arguments):
         document["parameters"] |= pbtxt.parameters({"MODEL_CLASS": model_class})
