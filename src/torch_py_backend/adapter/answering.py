@@ -71,8 +71,8 @@ class Answering:
         try:
             results = self._run(entries)
         except BaseException as error:  # Triton would send the traceback to every client
-            failure = self._failures.classify(error)
-            internal = self._failures.fatal or reported(InternalError(), failure.text)
+            text = self._failures.classify(error).error.traceback
+            internal = self._failures.fatal or reported(InternalError(), text)
             results = [internal] * len(entries)
         if type(results) is Responses:
             answered = self._counts.requests
@@ -121,7 +121,7 @@ class Answering:
 
     def _unsent(self, error: Exception) -> BackendError:
         """Return the error of a request whose response cannot be written."""
-        reason, failure = summarize(error), self._failures.classify(error)
-        if self._failures.fatal is not None or isinstance(failure.error, OutOfMemoryError):
-            return self._failures.refusal(failure)
-        return reported(OutputError(f"the outputs cannot be sent: {reason}"), failure.text)
+        reason, found = summarize(error), self._failures.classify(error).error
+        if found is self._failures.fatal or isinstance(found, OutOfMemoryError):
+            return found
+        return reported(OutputError(f"the outputs cannot be sent: {reason}"), found.traceback)

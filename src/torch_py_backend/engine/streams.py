@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 import types
@@ -108,7 +107,7 @@ class Streams:
                 # request's tensors until the next garbage collection.
                 failures.release(raised)
                 return raised
-            return self._engine.failures.refusal(self._engine.failures.classify(raised))
+            return self._engine.failures.classify(raised).error
         return None
 
     # --- calls of the model --------------------------------------------------------------------
@@ -259,7 +258,7 @@ class Streams:
             failure = failures.classify(error, called)
         if not results:
             if isinstance(failure.error, OutputError):  # with fewer streams, it may look right
-                failure = dataclasses.replace(failure, final=True)
+                failure = failure._replace(final=True)
             results = failures.halve(batch, self._step_again, failure, called)
         for (_, _, future), result in zip(batch, results, strict=True):
             if isinstance(result, BackendError):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -52,19 +50,16 @@ def reported(error: E, text: str = "") -> E:
     return error
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The cause of a failed call, without the frames that would keep its memory alive.
+class Failure(NamedTuple):
+    """Why a call failed, without the frames that would keep its memory alive.
 
     Attributes:
-        error: the error for the clients.
-        text: the traceback; empty where it adds nothing to the error.
+        error: the error for the clients, marked for the log unless its client caused it.
         final: whether no item is run again: each would fail with this error, or the failed call has
             called other models, which would get its rows twice.
     """
 
     error: BackendError
-    text: str = ""
     final: bool = False
 
 
@@ -134,7 +129,12 @@ class Failures:
         `attempt` runs some items, and returns one result for each, or raises.
         """
         results: list[R | Failure] = [failure] * len(items)
-        again = not failure.final and self._may_repeat()
+        # A batch of several items is a copy: a model that writes to its inputs leaves the items
+        # unchanged.
+        repeats = self._repeats
+        if repeats is None:
+            repeats = not self.writes_buffers()
+        again = repeats and not failure.final
         ranges, left = deque([(0, len(items))] if again else ()), MAX_CALLS
         while ranges:
             start, stop = ranges.popleft()
@@ -149,17 +149,7 @@ class Failures:
                     ranges.append((first, last))
                 else:
                     results[first:last] = outcome
-        return [self.refusal(one) if isinstance(one, Failure) else one for one in results]
-
-    def _may_repeat(self) -> bool:
-        """Return whether the model may be called again with items that were passed to it.
-
-        A batch of several items is a copy: a model that writes to its inputs leaves the items
-        unchanged. A single item, which is passed without a copy, is never run again.
-        """
-        if self._repeats is not None:
-            return self._repeats
-        return not self.writes_buffers()
+        return [(self.fatal or one.error) if isinstance(one, Failure) else one for one in results]
 
     def _try(
         self,
@@ -188,28 +178,32 @@ class Failures:
                 return self._classify(error, text, called or self._called)
         except BaseException as second:  # such as no memory for the traceback
             text = text or summarize(second)
-        return Failure(InternalError(), text, final=True)
+        return Failure(reported(InternalError(), text), final=True)
 
     def _classify(self, error: BaseException, text: str, called: str) -> Failure:
         memory = out_of_memory(error)
         cause = self._fatal_cause()
         if cause is not None:
-            failure = Failure(self.poison(summarize(cause), text), text, final=True)
+            self.poison(summarize(cause), text)
+        found: BackendError
+        if self.fatal is not None:
+            found = self.fatal
         elif memory:
-            failure = Failure(OutOfMemoryError(), text)
-        elif isinstance(error, BackendError):
-            # A LoadError is a conflict between config and model: every item fails with it. Only
-            # errors of the user's own code need a traceback.
-            shown = text if isinstance(error, ForwardError) else ""
-            failure = Failure(error, shown, final=isinstance(error, LoadError))
-        else:
-            failure = Failure(ForwardError(error, called), text)
+            found = reported(OutOfMemoryError(), text)
+        elif not isinstance(error, BackendError):
+            found = reported(ForwardError(error, called), text)
+        elif isinstance(error, InputError):
+            found = error
+        else:  # only errors of the user's own code need a traceback
+            found = reported(error, text if isinstance(error, ForwardError) else "")
+        # A LoadError is a conflict between config and model: every item fails with it.
+        final = isinstance(found, LoadError) or found is self.fatal
         if composition.calls != self.calls_before and not self._repeats:
-            failure = dataclasses.replace(failure, final=True)
+            final = True
         release(error)
         if memory and cause is None:
             free()
-        return failure
+        return Failure(found, final)
 
     def _fatal_cause(self) -> Exception | None:
         """Return the error that made the device unusable for this process, or None.
@@ -236,19 +230,10 @@ class Failures:
 
     def unreadable(self, error: Exception) -> BackendError:
         """Return the error of a request that cannot be read, due to its client or the device."""
-        reason, failure = summarize(error), self.classify(error)
-        if self.fatal is not None or isinstance(failure.error, OutOfMemoryError):
-            return self.refusal(failure)
+        reason, found = summarize(error), self.classify(error).error
+        if found is self.fatal or isinstance(found, OutOfMemoryError):
+            return found
         return InputError(f"the request cannot be read: {reason}")
-
-    def refusal(self, failure: Failure) -> BackendError:
-        """Return the error of a failure, marked for the log unless its client caused it.
-
-        Return `fatal` once there is that.
-        """
-        if self.fatal is None and isinstance(failure.error, InputError):
-            return failure.error
-        return self.fatal or reported(failure.error, failure.text)
 
 
 def _traceback(error: BaseException) -> str:
@@ -259,19 +244,15 @@ def _traceback(error: BaseException) -> str:
 
 
 def version(tensor: Tensor) -> tuple[int, int | bytes]:
-    """Return a tensor's address and version; a hash where torch counts no versions.
+    """Return a tensor's address and version; a hash of its values where torch counts no versions.
 
     Inference tensors (buffers that `forward()` creates in inference mode) have no version.
     """
-    counted = digest(tensor) if tensor.is_inference() else tensor._version  # noqa: SLF001  has no public name
-    return tensor.data_ptr(), counted
-
-
-def digest(tensor: Tensor) -> bytes:
-    """Return a hash of a tensor's values."""
+    if not tensor.is_inference():
+        return tensor.data_ptr(), tensor._version  # noqa: SLF001  has no public name
     # contiguous() keeps a stride of 0 of a tensor with one value.
     values = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return hashlib.blake2b(values.view(torch.uint8).cpu().numpy().data).digest()
+    return tensor.data_ptr(), hashlib.blake2b(values.view(torch.uint8).cpu().numpy().data).digest()
 
 
 # --- causes -------------------------------------------------------------------------------------
@@ -283,7 +264,11 @@ def out_of_memory(error: BaseException) -> bool:
     Many libraries say so only in the message of a RuntimeError. A message may contain text of a
     client, so no more may depend on this than the code of the client's own error.
     """
-    return any(_is_shortage(link) for link in _chain(error))
+    return any(
+        isinstance(link, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(link, RuntimeError) and _SHORTAGE.search(str(link)) is not None)
+        for link in _chain(error)
+    )
 
 
 def release(error: BaseException) -> None:
@@ -294,12 +279,6 @@ def release(error: BaseException) -> None:
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None
-
-
-def _is_shortage(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _SHORTAGE.search(str(error)) is not None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -27,7 +27,7 @@ from torch_py_backend.pipeline.postprocessing import ROWS, Guarded
 from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
-from torch_py_backend.values import Call, Columns, Item, Items, Parameters, RequestItem, Tree, Value
+from torch_py_backend.values import Call, Item, Items, Parameters, RequestItem, Tree, Value
 
 # The module of the model, or the function that is served instead.
 Module: TypeAlias = "Callable[..., Tree]"
@@ -94,12 +94,7 @@ class HookedPipeline:
         """Return the arguments of each row. Without a batch dimension a request is one row."""
         return binding, zip(*columns, strict=True) if self._batched else iter([columns])
 
-    def _prepare(
-        self,
-        item: Item,
-        binding: InputBinding,
-        rows: list[Sequence[Tree]],
-    ) -> Item:
+    def _prepare(self, item: Item, binding: InputBinding, rows: list[Sequence[Tree]]) -> Item:
         """Return the prepared rows of a request.
 
         Raises:
@@ -117,7 +112,7 @@ class HookedPipeline:
             if hook.takes_parameters:
                 call = hook.with_parameters(values.parameters(item))
             prepared = [kept(binding.call(call, row)) for row in rows]
-        if self.hooks.collate is None and len(rows) > 1 and len(set(map(_key, prepared))) > 1:
+        if self.hooks.collate is None and len(set(map(_key, prepared))) > 1:
             shapes = {name: list(part.shape) for name, part in prepared[0].items()}
             raise OutputError(
                 f"preprocess() returned {shapes} and others for rows of one request",
@@ -163,17 +158,17 @@ class HookedPipeline:
 
     def stage(self, module: Module) -> GroupStage:
         """Return the stage that groups items, whose calls call the hooks for batches, too."""
-        gathering = _with_parameters if self.hooks.takes_parameters else lambda gather: gather
         if self.by_row:
-            return self._group_rows(module, gathering(_gather_rows))
+            return self._group_rows(module)
         caller = partial(partial, self._call_batch, module)
-        return self.inputs.stage(caller, gathering)
+        return self.inputs.stage(caller, _with_parameters)
 
-    def _group_rows(self, module: Module, gather: Gather) -> GroupStage:
+    def _group_rows(self, module: Module) -> GroupStage:
         """Return the stage that groups prepared items: all with collate(), else those alike."""
+        gather = _with_parameters(_gather_rows)
 
-        def call(column: Value, *parameters: Value) -> Tree:
-            sent = _of_rows(parameters)
+        def call(column: Value, parameters: Value) -> Tree:
+            sent = parameters.tolist()
             return self._call(module, self._batch(column.tolist(), sent), sent)
 
         def group(entries: Entries) -> tuple[Entries, Sequence[Group]]:
@@ -193,19 +188,14 @@ class HookedPipeline:
 
     # --- the module ----------------------------------------------------------------------------
 
-    def _call_batch(
-        self,
-        module: Module,
-        binding: InputBinding,
-        *columns: Tree,
-    ) -> Tree:
-        """Return the module's result for columns, and those of parameters behind them."""
-        count = len(binding.names)
-        columns, parameters = columns[:count], _of_rows(columns[count:])
+    def _call_batch(self, module: Module, binding: InputBinding, *columns: Tree) -> Tree:
+        """Return the module's result for columns; the last one has the parameters of the rows."""
+        *passed, column = columns
+        parameters: RowParameters = column.tolist()
         if self.hooks.preprocess_batch is None:
-            return self._call(module, dict(zip(binding.names, columns, strict=True)), parameters)
+            return self._call(module, dict(zip(binding.names, passed, strict=True)), parameters)
         hook = self.hooks.preprocess_batch.with_parameters(parameters)
-        return self._call(module, binding.call(hook, columns), parameters)
+        return self._call(module, binding.call(hook, passed), parameters)
 
     def _call(self, module: Module, prepared: Tree, parameters: RowParameters) -> Tree:
         """Return the module's result for a batch, after postprocess_batch() if there is one."""
@@ -284,11 +274,6 @@ def _with_parameters(gather: Gather) -> Gather:
 def _copied(row: Tree) -> Tree:
     """Copy a dict or a list, which may be changed or filled again."""
     return copy.copy(row) if isinstance(row, MutableMapping | list) else row
-
-
-def _of_rows(columns: Columns) -> RowParameters:
-    """Return the parameters of each row out of their column, if there is one."""
-    return columns[0].tolist() if columns else ()
 
 
 def _key(row: Mapping[str, Tensor]) -> Hashable:

@@ -116,42 +116,37 @@ class Finite:
         return result
 
 
-def verifier(
-    config: ModelConfig,
-    spec: TensorSpec,
-    *,
-    any_shape: bool = False,
-) -> Verify:
-    """Return what verifies an output; see `_Output`."""
-    kind = _Strings if spec.dtype.torch is None else _Tensor
-    return kind(config, spec, any_shape=any_shape).verify
+def verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool = False) -> Verify:
+    """Return what verifies an output.
+
+    With `any_shape`, shapes that differ from the config's are served, as LibTorch's backend does.
+    """
+    output = _Output(config, spec, any_shape=any_shape)
+    return output.strings if spec.dtype.torch is None else output.tensor
 
 
 class _Output:
-    """One output, as the config describes it.
+    """One output, as the config describes it."""
 
-    Args:
-        any_shape: whether other shapes than the config's are accepted, as Triton's LibTorch backend
-            does.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        spec: TensorSpec,
-        *,
-        any_shape: bool,
-    ) -> None:
+    def __init__(self, config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> None:
         self.name = spec.name
         # A batch output is verified in one dimension, and split later.
         self.flat = any(output.name == spec.name for output in config.batch_outputs)
         self.batched = config.max_batch_size > 0 and not self.flat
-        self.dims = spec.dims if config.max_batch_size == 0 else (-1, *spec.dims)
+        self.dims = (-1, *spec.dims) if self.batched else spec.dims
         if self.flat:
             self.dims = (-1,)
         # Triton's reshape needs the config's shape, and so do the states of sequences.
         self.any_shape = any_shape and not spec.reshaped and spec.origin is Origin.CLIENT
         self.warned = False
+        self.dtype: torch.dtype | None = getattr(torch, spec.dtype.torch or "", None)
+        # 16-bit weights and inputs change the type of outputs; the config has the type without.
+        options = config.options
+        converts = options.weights_dtype is not None or options.cast_inputs is not None
+        self.cast = converts and self.dtype is not None and self.dtype.is_floating_point
+        self.start = int(self.batched)
+        # Compared first, because most outputs have fixed dims. None if there is only the batch.
+        self.fixed = self.dims[self.start :] if len(self.dims) > self.start else None
 
     def serves(self, shape: tuple[int, ...]) -> bool:
         """Return whether a shape that does not fit is served; log a warning for the first."""
@@ -169,7 +164,7 @@ class _Output:
 
     def cure(self, shape: Sequence[int], data_type: str) -> str:
         """Return a sentence with what to write into config.pbtxt for a result of this shape."""
-        sizes = ", ".join(map(str, shape[int(self.batched) :] or [1]))
+        sizes = ", ".join(map(str, shape[self.start :] or [1]))
         return f"Write what the model returns: data_type: {data_type} dims: [ {sizes} ]."
 
     def wrong_rows(self, size: int, rows: int) -> OutputError:
@@ -188,26 +183,9 @@ class _Output:
             cure=cure,
         )
 
+    # --- numbers -------------------------------------------------------------------------------
 
-class _Tensor(_Output):
-    def __init__(
-        self,
-        config: ModelConfig,
-        spec: TensorSpec,
-        *,
-        any_shape: bool,
-    ) -> None:
-        super().__init__(config, spec, any_shape=any_shape)
-        self.dtype: torch.dtype = getattr(torch, str(spec.dtype.torch))
-        # 16-bit weights and inputs change the type of outputs; the config has the type without.
-        options = config.options
-        converts = options.weights_dtype is not None or options.cast_inputs is not None
-        self.cast = converts and self.dtype.is_floating_point
-        self.start = int(self.batched)
-        # Compared first, because most outputs have fixed dims. None if there is only the batch.
-        self.fixed = self.dims[self.start :] if len(self.dims) > self.start else None
-
-    def verify(self, part: object, rows: int) -> Tensor:
+    def tensor(self, part: object, rows: int) -> Tensor:
         if (  # most outputs need nothing else
             type(part) is Tensor
             and part.dtype is self.dtype
@@ -266,13 +244,9 @@ class _Tensor(_Output):
         cure = self.cure(part.shape, dtypes.config_name(part.dtype))
         return self.mismatch(f"{_short(part.dtype)} {list(part.shape)}", _short(self.dtype), cure)
 
+    # --- strings -------------------------------------------------------------------------------
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-class _Strings(_Output):
-    def verify(self, part: object, rows: int) -> Strings:
+    def strings(self, part: object, rows: int) -> Strings:
         strings = _strings(self.name, part)
         try:  # strings that cannot be encoded would fail the responses of the whole batch
             texts = strings.reshape(-1).tolist()
@@ -295,6 +269,10 @@ class _Strings(_Output):
 
 
 # --- parts that are no plain tensors ------------------------------------------------------------
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def unchecked(name: str, part: object) -> Value:

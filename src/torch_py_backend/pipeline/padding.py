@@ -53,6 +53,10 @@ class Pad:
             padded[axis] = self.rounded(max(sizes[axis]))
         return padded
 
+    def mask_shape(self, value: Value) -> tuple[int, ...]:
+        """Return the shape of a mask of a value."""
+        return (value.shape[0], *(value.shape[axis] for axis in self.axes))
+
     def rounded(self, length: int) -> int:
         """Return a length rounded up to a multiple."""
         return -(-length // self.multiple_of) * self.multiple_of
@@ -173,11 +177,7 @@ class Padding:
         if spec.optional:
             self.masks[mask] = name
 
-    def _parse_cuts(
-        self,
-        config: ModelConfig,
-        settings: Mapping[str, Any],
-    ) -> Iterator[_Cut]:
+    def _parse_cuts(self, config: ModelConfig, settings: Mapping[str, Any]) -> Iterator[_Cut]:
         outputs = {spec.name: spec for spec in config.outputs}
         free = [spec.name for spec in config.outputs if -1 in spec.dims]
         if free and settings and not any("outputs" in setting for setting in settings.values()):
@@ -202,7 +202,7 @@ class Padding:
         for mask, name in self.masks.items():
             value = item.get(name)
             if mask not in item and value is not None:
-                shape = [value.shape[0], *(value.shape[axis] for axis in self.pads[name].axes)]
+                shape = self.pads[name].mask_shape(value)
                 dtype: torch.dtype = getattr(torch, str(self._specs[mask].dtype.torch))
                 device = value.device if isinstance(value, Tensor) else None
                 item = item | {mask: torch.ones(shape, dtype=dtype, device=device)}
@@ -214,15 +214,15 @@ class Padding:
         In a batch both are padded to the longest, so the model would not notice.
         """
         for mask, name in self._masked.items():
-            if mask in item and name in item:
-                shape = item[name].shape
-                expected = (shape[0], *(shape[axis] for axis in self.pads[name].axes))
-                if tuple(item[mask].shape) != expected:
-                    return InputError(
-                        f"input '{mask}' is {list(item[mask].shape)}, and its input '{name}' is"
-                        f" {list(shape)}",
-                        expected="a mask as long as its input",
-                    )
+            if mask not in item or name not in item:
+                continue
+            sent = item[mask].shape
+            if tuple(sent) != self.pads[name].mask_shape(item[name]):
+                return InputError(
+                    f"input '{mask}' is {list(sent)}, and its input '{name}' is"
+                    f" {list(item[name].shape)}",
+                    expected="a mask as long as its input",
+                )
         return None
 
     def split(self, items: Sequence[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:

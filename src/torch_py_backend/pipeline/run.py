@@ -93,19 +93,13 @@ class Group(NamedTuple):
     places: Sequence[int]
 
 
-# Returns the outputs of the model's result for a number of rows, checked.
 Extract: TypeAlias = "Callable[[Tree, int], Columns]"
-# Calls the model with columns of a number of rows, and returns the outputs.
 Fill: TypeAlias = "Callable[[Call, Columns, int], Columns]"
 # Returns a result for each item from the outputs, the rows of each, and the items.
 Scatter: TypeAlias = "Callable[[Columns, Sequence[int], Items], Results]"
 
-
-# Prepares the entries of a run: hooks, states.
 Before: TypeAlias = "Callable[[Entries], Entries]"
-# Completes the results of a run.
 After: TypeAlias = "Callable[[Results, Entries], Results]"
-# Refuses entries, and puts those that can share a call together.
 GroupStage: TypeAlias = "Callable[[Entries], tuple[Entries, Sequence[Group]]]"
 
 
@@ -114,6 +108,7 @@ class Stages(NamedTuple):
 
     Attributes:
         before: each takes and returns the entries of a run: hooks, states.
+        group: refuses entries, and puts those that can share a call together.
         send: copies columns to the device; None: they are there.
         extract: returns the outputs of the model's result for a number of rows, checked.
         fill: calls the model, in place of a plain call and `extract`, in as many calls as needed

@@ -30,12 +30,7 @@ GRACE_S = 60.0
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
-    """A live sequence.
-
-    Attributes:
-        states: its states by the names of their inputs.
-        used: the time of its last step.
-    """
+    """A live sequence: its states by the names of their inputs, and the time of its last step."""
 
     states: Item
     used: float
@@ -78,9 +73,13 @@ class Sequences:
             entry if isinstance(entry, BackendError) else self._attached(entry, now)
             for entry in entries
         ]
-        if now > self._swept + GRACE_S:
+        if now > self._swept + GRACE_S:  # free idle sequences, which Triton has forgotten
             self._swept = now
-            self._sweep(now)
+            self._live = {
+                name: sequence
+                for name, sequence in self._live.items()
+                if now - sequence.used <= self._idle + GRACE_S
+            }
         return attached
 
     def _attached(self, item: Item, now: float) -> Entry:
@@ -138,14 +137,6 @@ class Sequences:
             del result[output]
         return result
 
-    def _sweep(self, now: float) -> None:
-        """Free idle sequences, which Triton has forgotten."""
-        self._live = {
-            name: sequence
-            for name, sequence in self._live.items()
-            if now - sequence.used <= self._idle + GRACE_S
-        }
-
 
 class Slots:
     """The steps of a model that keeps states itself, by their places in the batch.
@@ -157,11 +148,7 @@ class Slots:
         admit: returns an item as it is passed on, or the reason to refuse it.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        admit: Callable[[Item], Item | InputError],
-    ) -> None:
+    def __init__(self, config: ModelConfig, admit: Callable[[Item], Item | InputError]) -> None:
         self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
         controls = config.sequencing.controls if config.sequencing is not None else ()
         self._idle = {entry.name: entry.idle for entry in controls if entry.idle is not None}

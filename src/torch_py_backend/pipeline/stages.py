@@ -73,8 +73,7 @@ def guarded(failures: Failures, item: Item, function: Call, *args: object) -> Re
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        failure = failures.classify(error)
-    return failures.refusal(failure)
+        return failures.classify(error).error
 
 
 def timed(
