@@ -23,6 +23,7 @@ from torch_py_backend.errors import BackendError, InputError, OutputError, a_typ
 from torch_py_backend.loading.hooks import Hooks, hook_signature, row_signature
 from torch_py_backend.pipeline import batches, trees
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
+from torch_py_backend.pipeline.padding import Placed
 from torch_py_backend.pipeline.postprocessing import ROWS, Guarded
 from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
@@ -172,7 +173,7 @@ class HookedPipeline:
             return self._call(module, self._batch(column.tolist(), sent), sent)
 
         def group(entries: Entries) -> tuple[Entries, Sequence[Group]]:
-            groups: dict[Hashable, list[tuple[int, Item]]] = {}
+            groups: dict[Hashable, Placed] = {}
             for place, entry in enumerate(entries):
                 if isinstance(entry, BackendError):
                     continue

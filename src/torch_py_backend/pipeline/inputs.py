@@ -19,7 +19,7 @@ from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, BindingError, InputError
 from torch_py_backend.pipeline import arguments, batches, ragged
-from torch_py_backend.pipeline.padding import Pad, Padding
+from torch_py_backend.pipeline.padding import Pad, Padding, Placed
 from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
@@ -212,9 +212,9 @@ class Inputs:
 
         return group
 
-    def _members(self, entries: Entries) -> list[list[tuple[int, Item]]]:
+    def _members(self, entries: Entries) -> list[Placed]:
         """Return the items that can share calls, each with its position."""
-        groups: dict[Hashable, list[tuple[int, Item]]] = {}
+        groups: dict[Hashable, Placed] = {}
         for place, entry in enumerate(entries):
             if not isinstance(entry, BackendError):
                 key = self._key(entry) if self._batched else place

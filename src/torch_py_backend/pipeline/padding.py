@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +19,9 @@ from torch_py_backend.pipeline.batches import concatenate
 from torch_py_backend.values import Item, Items, Value, to_column
 
 log = logging.getLogger(__name__)
+
+# Items of a group, each with its place among the entries of a run.
+Placed: TypeAlias = "list[tuple[int, Item]]"
 
 # The largest ratio of a padded batch's values to its items' values. Without a limit, one long
 # request makes a batch of N requests N times as large as itself. With less than 4, two calls cost
@@ -82,30 +84,32 @@ class Pad:
 
         Those of a single one of the target shape are not copied.
         """
-        shapes = [value.shape for value in items]
-        target = self.padded_shape(shapes)
+        target = self.padded_shape([value.shape for value in items])
         dims = tuple(target[1:])
-        if all(shape[1:] == dims for shape in shapes):
+        columns: Sequence[Any] = items
+        has_tensors = any(isinstance(value, Tensor) for value in items)
+        needs_no_padding = all(value.shape[1:] == dims for value in items)
+        if has_tensors or needs_no_padding:
+            columns = [to_column(value) for value in items]
+        if needs_no_padding:
             # forward() may change a shape in place: not that of the item.
-            columns: Any = [to_column(value) for value in items]
             return columns[0].detach() if len(items) == 1 else concatenate(columns)
-        values: Sequence[Any] = items
+        dtype = columns[0].dtype
         gathered: Any
-        if any(isinstance(value, Tensor) for value in items):
-            values = [to_column(value) for value in items]
-            gathered = torch.full(
-                target, self.value, dtype=values[0].dtype, device=values[0].device
-            )
+        if has_tensors:
+            device = columns[0].device
+            gathered = torch.full(target, self.value, dtype=dtype, device=device)
         else:  # a copy of an array takes a third of the time
-            gathered = np.full(target, self.value, dtype=values[0].dtype)
+            gathered = np.full(target, self.value, dtype=dtype)
         start = 0
-        for value in values:
-            stop = start + value.shape[0]
-            place = [slice(start, stop)]
-            for size, padded in zip(value.shape[1:], target[1:], strict=True):
-                place.append(slice(padded - size, padded) if self.left else slice(size))
+        for value in columns:
+            rows, *sizes = value.shape
+            place = [slice(start, start + rows)]
+            for size, padded in zip(sizes, dims, strict=True):
+                first = padded - size if self.left else 0
+                place.append(slice(first, first + size))
             gathered[tuple(place)] = value
-            start = stop
+            start += rows
         return to_column(gathered)
 
 
@@ -135,13 +139,11 @@ class Padding:
         self._specs = {spec.name: spec for spec in config.inputs}
         self.pads: dict[str, Pad] = {}
         self.masks: dict[str, str] = {}
+        # All masks, including those that requests must send.
+        self._masked: dict[str, str] = {}
         settings = config.options.pad or {}
         for name, setting in settings.items():
             self.pads[name] = self._parse_pad(name, setting)
-        # All masks, including those that requests must send.
-        self._masked = {
-            setting["mask"]: name for name, setting in settings.items() if "mask" in setting
-        }
         for name, setting in settings.items():
             if "mask" in setting:
                 self._add_mask(name, setting["mask"])
@@ -174,6 +176,7 @@ class Padding:
             raise _refusal(f"the mask '{mask}'", f"another input of numbers of dims {list(dims)}")
         axes = tuple(range(1, len(pad.axes) + 1))
         self.pads[mask] = Pad(axes, 1 + len(axes), 0, pad.left, pad.multiple_of)
+        self._masked[mask] = name
         if spec.optional:
             self.masks[mask] = name
 
@@ -225,16 +228,19 @@ class Padding:
                 )
         return None
 
-    def split(self, items: Sequence[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
+    def split(self, items: Placed) -> list[Placed]:
         """Split the items of one group by their lengths if they would be padded too much."""
         _, first = items[0]
-        pads = [(name, pad) for name, pad in self.pads.items() if name in first]
-        if all(pad.fit([item[name] for _, item in items]) for name, pad in pads):
-            return [list(items)]
-        parts: dict[tuple[int, ...], list[tuple[int, Item]]] = {}
+        pads = {name: pad for name, pad in self.pads.items() if name in first}
+        columns = {name: [item[name] for _, item in items] for name in pads}
+        if all(pad.fit(columns[name]) for name, pad in pads.items()):
+            return [items]
+        parts: dict[tuple[int, ...], Placed] = {}
         for place, item in items:
-            lengths = [pad.length_class(item[name]) for name, pad in pads]
-            parts.setdefault(tuple(itertools.chain(*lengths)), []).append((place, item))
+            lengths: list[int] = []
+            for name, pad in pads.items():
+                lengths += pad.length_class(item[name])
+            parts.setdefault(tuple(lengths), []).append((place, item))
         return list(parts.values())
 
     def cut(self, outcomes: Sequence[dict[str, Value]], items: Items) -> None:
@@ -248,14 +254,14 @@ class Padding:
                 value = outcome[cut.output]
                 # An output that is not as long as the padded input does not follow its length. Of
                 # TorchScript, it may have fewer dimensions.
-                if size == padded or value.shape[cut.axis : cut.axis + 1] != (padded,):
+                follows = value.shape[cut.axis : cut.axis + 1] == (padded,)
+                if size == padded or not follows:
                     continue
                 start = padded - size if cut.left else 0
-                if isinstance(value, Tensor):
-                    outcome[cut.output] = value.narrow(cut.axis, start, size).contiguous()
-                else:
-                    kept = (slice(None),) * cut.axis + (slice(start, start + size),)
-                    outcome[cut.output] = value[kept]
+                kept = [slice(None)] * cut.axis
+                kept.append(slice(start, start + size))
+                part = value[tuple(kept)]
+                outcome[cut.output] = part.contiguous() if isinstance(part, Tensor) else part
 
 
 def _free_axes(spec: TensorSpec) -> Iterator[int]:
