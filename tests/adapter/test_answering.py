@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fake_triton
 import instances
@@ -56,7 +57,6 @@ def check(requests: list[Any], responses: list[Any]) -> list[int | None]:
 def test_no_input_outlives_its_response(
     tmp_path: Path, values: list[float], cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of a request is free after its response; no exception's frames keep it."""
     model = load(tmp_path)
     monkeypatch.setattr(answering, "CHECK_CANCELLED_S", -1)  # always checked
     requests = [request(value) for value in values]
@@ -72,20 +72,16 @@ def test_no_input_outlives_its_response(
 
 
 def test_log_names_the_requests(tmp_path: Path) -> None:
-    """The log has the traceback and the IDs of failed requests, not of invalid ones."""
+    """It has the traceback and the IDs of failed requests, not of invalid ones."""
     model = load(tmp_path)
     lacking = fake_triton.InferenceRequest([], "without its input")
     sent = [request(1, "good"), request(-2, "first"), lacking, request(-2, "second")]
     codes = [None, TritonError.INTERNAL, TritonError.INVALID_ARG, TritonError.INTERNAL]
     assert check(sent, model.execute(sent)) == codes
     (line,) = logged()
-    assert line.startswith(
-        "model 'judge': forward() raised SystemExit: 3. (requests first, second)"
-    )
+    assert "forward() raised SystemExit: 3. (requests first, second)" in line
     assert "Traceback (most recent call last):" in line
     assert "model.py" in line
-    assert "good" not in line
-    assert "without its input" not in line
 
 
 @pytest.mark.parametrize(
@@ -95,18 +91,16 @@ def test_log_names_the_requests(tmp_path: Path) -> None:
         (["x" * 1000], f"(requests {'x' * 64})"),
     ],
 )
-def test_ids_are_sanitized(names: list[str], said: str, tmp_path: Path) -> None:
-    """A client's ID cannot add lines to the log."""
+def test_an_id_cannot_add_lines_to_the_log(names: list[str], said: str, tmp_path: Path) -> None:
     load(tmp_path).execute([request(-2, name) for name in names])
     assert said in logged()[0].splitlines()[0]
 
 
 def test_log_is_not_flooded(tmp_path: Path) -> None:
-    """Many different failures in one batch are a bounded number of log records."""
     model = load(tmp_path, Talks)
     model.execute([request(-value) for value in range(1, 31)])
     assert len(logged()) == 9
-    assert logged()[-1] == "model 'judge': 22 more failures of the same batch."
+    assert "22 more failures of the same batch." in logged()[-1]
 
 
 class Talks(torch.nn.Module):
@@ -119,7 +113,6 @@ class Talks(torch.nn.Module):
 def test_ids_are_not_read_without_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Request IDs are not read while nothing fails."""
 
     def asked(request: Any) -> str:
         raise AssertionError
@@ -135,63 +128,52 @@ def test_ids_are_not_read_without_a_failure(
 
 
 class Unreadable(fake_triton.Tensor):
-    """A tensor whose bytes do not match its type."""
-
-    error: BaseException = ValueError("unpack requires 4 bytes, in /usr/lib/python/utils.py")
+    error: BaseException
 
     def as_numpy(self) -> np.ndarray[Any, Any]:
         raise self.error
 
 
-def unreadable(error: BaseException | None = None) -> Any:
+def unreadable(error: BaseException) -> Any:
     tensor = Unreadable("x", np.ones((1, 4), dtype=np.float32))
-    tensor.error = error or tensor.error
+    tensor.error = error
     return fake_triton.InferenceRequest([tensor])
-
-
-def test_request_that_cannot_be_read(tmp_path: Path) -> None:
-    """It gets an error, and the others are answered."""
-    sent = [request(1), unreadable(), request(3), unreadable()]
-    responses = load(tmp_path).execute(sent)
-    bad = TritonError.INVALID_ARG
-    assert check(sent, responses) == [None, bad, None, bad]
-    assert responses[1].error().message() == (
-        "model 'judge': the request cannot be read: ValueError: unpack requires 4 bytes, in"
-        " utils.py."
-    )
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Breaks the device."""
-
     def probe(_: torch.device) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     return lambda: monkeypatch.setattr(failures, "probe", probe)
 
 
+_LOST = RuntimeError("CUDA error: device-side assert triggered")
+
+
 @pytest.mark.parametrize(
-    ("error", "lost"),
+    ("error", "code", "says"),
     [
-        (MemoryError(), False),
-        (torch.OutOfMemoryError("CUDA out of memory."), False),
-        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (ValueError("4 bytes, in /usr/lib/utils.py"), TritonError.INVALID_ARG, "in utils.py"),
+        (MemoryError(), TritonError.UNAVAILABLE, "memory"),
+        (torch.OutOfMemoryError("CUDA out of memory."), TritonError.UNAVAILABLE, "memory"),
+        (_LOST, TritonError.UNAVAILABLE, "fatal error"),
     ],
-    ids=["memory", "CUDA memory", "lost device"],
 )
 def test_request_that_fails_while_it_is_read(
-    error: Exception, lost: bool, tmp_path: Path, broken: Callable[[], None]
+    error: Exception, code: int, says: str, tmp_path: Path, broken: Callable[[], None]
 ) -> None:
-    """The client is not at fault: UNAVAILABLE. A device that is lost poisons the instance."""
+    """The others are answered, unless the device is lost, which poisons the instance."""
     model = load(tmp_path)
-    if lost:
+    if error is _LOST:
         broken()
-    sent = [unreadable(error), request(2)]
-    codes = [TritonError.UNAVAILABLE, TritonError.UNAVAILABLE if lost else None]
-    assert check(sent, model.execute(sent)) == codes
-    assert model.is_ready() is not lost
-    assert "Traceback" in logged()[-1]
+    sent = [request(1), unreadable(error), request(2), unreadable(error)]
+    responses = model.execute(sent)
+    answered = code if error is _LOST else None
+    assert check(sent, responses) == [answered, code, answered, code]
+    assert says in responses[1].error().message()
+    assert model.is_ready() is (error is not _LOST)
+    assert code == TritonError.INVALID_ARG or "Traceback" in logged()[-1]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +190,6 @@ def test_response_that_cannot_be_written(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An outcome that Triton refuses fails alone."""
     from_dlpack = fake_triton.Tensor.from_dlpack
 
     def picky(name: str, capsule: Any) -> Any:
@@ -221,7 +202,6 @@ def test_response_that_cannot_be_written(
     model = load(tmp_path)
     sent = [request(1, "one"), request(2, "two"), request(3, "three")]
     responses = model.execute(sent)
-
     assert check(sent, responses) == [None, code, None]
     assert says in responses[1].error().message()
     assert "(requests two)" in logged()[0]
@@ -233,16 +213,12 @@ def test_response_that_cannot_be_written(
 def test_internal_errors(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing leaves execute(): Triton would send the traceback to every client.
+    """An exception of the backend is one sentence for clients, and a traceback in the log.
 
-    An exception of the backend is one sentence for clients, and a traceback in the log.
+    Triton would send the traceback of what leaves execute() to every client.
     """
     model = load(tmp_path)
-
-    def fail(*_: object) -> Any:
-        raise error
-
-    monkeypatch.setattr(model._engine.failures, "halve", fail)
+    monkeypatch.setattr(model._engine.failures, "halve", mock.Mock(side_effect=error))
     sent = [request(1, "one"), request(-1, "two")]
     responses = model.execute(sent)
     assert check(sent, responses) == [TritonError.INTERNAL] * 2
@@ -266,7 +242,7 @@ class Slow(torch.nn.Module):
 
 @pytest.mark.parametrize("first", [1, -1], ids=["success", "failure"])
 def test_cancelled_requests_are_not_run(first: float, tmp_path: Path) -> None:
-    """If batches take long, cancelled requests are skipped."""
+    """They are skipped if batches take long."""
     model = load(tmp_path, Slow)
     model.execute([request(first)])
     before = model._engine.counts.rows
@@ -302,37 +278,26 @@ def test_a_poisoned_instance(
     monkeypatch.setattr(model._status, "poisoned", reasons.append)
     assert fake_triton.is_ready(generation, model)
     assert gauge() == [0]
-
     broken()
     sent = [request(1, "one"), request(-2, "two")]
     responses: list[Any] = model.execute(sent)
     assert check(sent, responses) == [TritonError.UNAVAILABLE] * 2
     rows = model._engine.counts.rows
     monkeypatch.setattr(messages, "read", None)
-    later = [request(1), request(2)]
-
-    assert check(later, model.execute(later)) == [TritonError.UNAVAILABLE] * 2
+    assert check(sent, model.execute(sent)) == [TritonError.UNAVAILABLE] * 2
     assert model._engine.counts.rows == rows
     assert fake_triton.is_ready(generation, model) is (generation == fake_triton.GENERATIONS[0])
     assert not model.is_ready()
     until(lambda: gauge() == [1])
     assert "device-side assert triggered" in responses[0].error().message()
     assert reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
-    assert len(logged()) == 2
-    assert "Traceback" in logged()[1]
-    assert logged()[0] == (
-        "model 'judge': instance judge_0_0 is poisoned and refuses all requests until the model is"
-        " reloaded."
-    )
+    poisoned, failed = logged()
+    assert "judge_0_0 is poisoned and refuses all requests" in poisoned
+    assert "Traceback" in failed
 
 
 def test_a_device_that_breaks_in_the_warm_up(tmp_path: Path, broken: Callable[[], None]) -> None:
-    """A model whose warm-up breaks the device is not served."""
     broken()
+    raises = scenarios.text("def forward(x):\n    raise RuntimeError('no')\n")
     with pytest.raises(fake_triton.TritonModelException, match="met a fatal error"):
-        load(tmp_path, Raises)
-
-
-class Raises(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no")
+        instances.load(tmp_path, Scenario("judge", raises, scenarios.x_to_y()))

@@ -29,7 +29,6 @@ _SECONDS = 30
 
 
 def judge(**parameters: str) -> Scenario:
-    """Raises for some values."""
     return Scenario("judge", scenarios.python(models.Judge), scenarios.x_to_y(4, **parameters))
 
 
@@ -46,28 +45,20 @@ _BRANCHES = (
     "from torch import nn\n\n\nclass Net(nn.Module):\n    def forward(self, x):\n"
     "        return x * 2 if x.shape[1] > 9 else x * 2.0\n"
 )
+_COMPILED = {
+    "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}',
+    "WEIGHTS": "none",
+}
 _KINDS = {
     "plain": judge(),
     "buckets": judge(BATCH_BUCKETS="1,4,8"),
     "hooked": hooked.TABLE[0],
-    "stepped": Scenario(
-        "stepped",
-        scenarios.text(streamed.CONTINUOUS),
-        streamed.config({"start": "FP32", "count": "INT32"}, {"y": "FP32"}),
-    ),
+    "stepped": next(one.scenario for one in streamed.TABLE if one.scenario.name == "continuous"),
     "sequences": named("state_oldest"),
     "compiled": Scenario(
         "compiled",
         scenarios.text(_BRANCHES),
-        scenarios.config(
-            {"x": [-1]},
-            {"y": [-1]},
-            max_batch_size=2,
-            parameters={
-                "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}',
-                "WEIGHTS": "none",
-            },
-        ),
+        scenarios.config({"x": [-1]}, {"y": [-1]}, max_batch_size=2, parameters=_COMPILED),
     ),
 }
 
@@ -76,8 +67,6 @@ _KINDS = {
 
 
 class Narrow(nn.Module):
-    """Raises for more than two rows."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -90,51 +79,34 @@ _UNBATCHED = Scenario(
     scenarios.python(models.Negate),
     scenarios.config({"x": [1, 4]}, {"y": [1, 4]}, max_batch_size=0),
 )
-_LACKING = fake_triton.InferenceRequest([])
-_CALLS = (
+_RARE = (
     "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n"
     "    raise CallError('other', 'it is not there', code='NOT_FOUND')\n"
 )
 
 
+_CALLS = Scenario("calls", scenarios.text(_RARE), scenarios.x_to_y(4, WARMUP="false"))
+_ALL_CODES = [
+    [request(1, rows=3)],
+    [request(2, rows=2), request(3), fake_triton.InferenceRequest([])],
+    [request(-1), request(5, rows=2), request(-5), request(6)],
+    [request(-6, rows=2)],
+]
+_COUNTS = {"OK": 5, "INTERNAL": 2, "INVALID_ARG": 1, "UNAVAILABLE": 1}
+_FAILING = [[request(1), request(2), request(-1), request(4)]]
+_GROWING = [[request(1), request(1, rows=2)], [request(1, rows=5)]]
+
+
 @pytest.mark.parametrize(
     ("scenario", "batches", "codes", "retries"),
     [
-        pytest.param(
-            judge(),
-            [
-                [request(1, rows=3)],
-                [request(2, rows=2), request(3), _LACKING],
-                [request(-1), request(5, rows=2), request(-5), request(6)],
-                [request(-6, rows=2)],
-            ],
-            {"OK": 5, "INTERNAL": 2, "INVALID_ARG": 1, "UNAVAILABLE": 1},
-            None,
-            id="codes",
-        ),
-        pytest.param(
-            judge(),
-            [[request(1), request(2), request(-1), request(4)]],
-            {"OK": 3, "INTERNAL": 1},
-            {"": 6},  # [1 2], [-1 4], and [-1], [4]
-            id="retries",
-        ),
-        pytest.param(
-            _NARROW,
-            [[request(1), request(1, rows=2)], [request(1, rows=5)]],
-            {"OK": 2, "UNAVAILABLE": 1},
-            {"": 3},
-            id="memory runs out",
-        ),
+        pytest.param(judge(), _ALL_CODES, _COUNTS, None, id="codes"),
+        # [1 2], [-1 4], and [-1], [4]
+        pytest.param(judge(), _FAILING, {"OK": 3, "INTERNAL": 1}, {"": 6}, id="retries"),
+        pytest.param(_NARROW, _GROWING, {"OK": 2, "UNAVAILABLE": 1}, {"": 3}, id="memory"),
         pytest.param(_UNBATCHED, [[request(1)]], {"OK": 1}, {}, id="no rows"),
         # An error of another model may have any code: its series is created on demand.
-        pytest.param(
-            Scenario("calls", scenarios.text(_CALLS), scenarios.x_to_y(4, WARMUP="false")),
-            [[request(1)]],
-            {"NOT_FOUND": 1},
-            {},
-            id="a rare code",
-        ),
+        pytest.param(_CALLS, [[request(1)]], {"NOT_FOUND": 1}, {}, id="a rare code"),
     ],
 )
 def test_counters(
@@ -149,16 +121,13 @@ def test_counters(
     for batch in batches:
         model.execute(batch)
     model.finalize()
-
     assert published("requests_total", "code") == codes
-    if retries is not None:
-        assert published("retried_rows_total") == retries
+    assert retries in (None, published("retried_rows_total"))
 
 
 def test_streams(tmp_path: Path) -> None:
     """A stream is a request with the code of its end; its responses are counted separately."""
-    config = streamed.config({"count": "INT32"}, {"y": "FP32"})
-    model = load(tmp_path, Scenario("ticker", scenarios.text(streamed.TICKER), config))
+    model = load(tmp_path, streamed.TABLE[0].scenario)
     document = {"input": [{"name": "count", "dims": [1]}]}
     sent = [fake_triton.request({"count": streamed.ints(n)}, document) for n in (3, 0, 9)]
     sent.append(fake_triton.InferenceRequest([]))
@@ -171,8 +140,7 @@ def test_streams(tmp_path: Path) -> None:
     assert published("live_streams") == {}
 
 
-def test_sequences_of_slots(tmp_path: Path) -> None:
-    """Requests that only fill a slot are not counted."""
+def test_requests_that_only_fill_a_slot_are_not_counted(tmp_path: Path) -> None:
     scenario = named("signals_uint64_direct")
     model = load(tmp_path, scenario)
     document = json.loads(fake_triton.arguments(tmp_path / scenario.name)["model_config"])
@@ -198,9 +166,15 @@ def test_compilation(tmp_path: Path) -> None:
     assert published("eager_calls_total") == {"": 1}
 
 
+@pytest.fixture
+def by_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics are published by the test alone."""
+    monkeypatch.setattr(metrics, "_SECONDS", _SECONDS)
+
+
+@pytest.mark.usefixtures("by_the_test")
 def test_an_idle_instance_sends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that stay 0 are set once: a server that has ended would never answer."""
-    monkeypatch.setattr(metrics, "_SECONDS", _SECONDS)  # published by the test alone
     model = load(tmp_path, judge())
     sent: list[float] = []
     monkeypatch.setattr(fake_triton.Metric, "set", lambda _, value: sent.append(value))
@@ -209,19 +183,18 @@ def test_an_idle_instance_sends_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     model.finalize()
 
 
-def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each GPU in use has its memory; on the CPU there are no such series."""
-    monkeypatch.setattr(metrics, "_SECONDS", _SECONDS)  # published by the test alone
+@pytest.mark.usefixtures("by_the_test")
+def test_memory_of_each_gpu_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(tmp_path, judge())
-    assert "pytorch_py_device_memory_allocated_bytes" not in MetricFamily.made
-    monkeypatch.setattr(runtime, "memory", lambda: [(0, 10), (3, 30)])
-    model._publisher.publish()
-    assert published("device_memory_allocated_bytes", "device") == {"0": 10, "3": 30}
-    monkeypatch.setattr(runtime, "memory", lambda: [(3, 40)])  # device 0 was given back
-    model._publisher.publish()
-    assert published("device_memory_allocated_bytes", "device") == {"3": 40}
+    name = "device_memory_allocated_bytes"
+    assert f"pytorch_py_{name}" not in MetricFamily.made
+    for values in ({"0": 10, "3": 30}, {"3": 40}):  # device 0 was given back
+        found = [(int(device), size) for device, size in values.items()]
+        monkeypatch.setattr(runtime, "memory", lambda found=found: found)
+        model._publisher.publish()
+        assert published(name, "device") == values
     model.finalize()
-    assert published("device_memory_allocated_bytes", "device") == {}
+    assert published(name, "device") == {}
 
 
 # --- publishing ------------------------------------------------------------------------------
@@ -272,11 +245,11 @@ def test_triton_that_refuses_values(
 # --- at load ---------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("by_the_test")
 def test_published_series_are_those_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models of all kinds publish each row of the table, with its kind and labels, and no other."""
-    monkeypatch.setattr(metrics, "_SECONDS", _SECONDS)  # published by the test alone
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10)])
     instances = {kind: load(tmp_path / kind, scenario) for kind, scenario in _KINDS.items()}
     for model in instances.values():
@@ -296,12 +269,10 @@ def test_a_server_without_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise TritonModelException("Error when creating MetricFamily: metrics not supported")
 
     tried: list[int] = []
-
     monkeypatch.setattr(MetricFamily, "__init__", refuse)
     model = load(tmp_path, judge())
     (response,) = model.execute([request(1)])
     model.finalize()
-
     assert response.error() is None
     assert tried == [1]
     assert not MetricFamily.made

@@ -45,7 +45,7 @@ def test_named_folder(tmp_path: Path) -> None:
 def test_model_folder_that_cannot_be_written(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The cache is in the user's cache folder then, or, without one, in the temporary folder."""
+    """The cache is in the user's, or, without one, in the temporary folder."""
     (tmp_path / "compile_cache").touch()
     assert used(tmp_path) == home
     assert f"compiled code is kept in {home}, because" in caplog.text
@@ -83,16 +83,16 @@ def _compile(folder: Path, start: Any, others: Any, compiled: Any) -> None:
     start.wait()
     with compilation.cached(build.config(folder)):
         graphs = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "fxgraph"
-        if not graphs.exists():
-            with compiled.get_lock():
-                compiled.value += 1
-            graphs.mkdir()
-        else:
+        if graphs.exists():
             others.wait(30)  # raises if one of them waits for the other
+            return
+        graphs.mkdir()
+        with compiled.get_lock():
+            compiled.value += 1
 
 
 def test_one_of_several_instances_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of instances that start together one compiles; the others then start at the same time."""
+    """The others then start at the same time."""
     server = f"{os.getpid()}-compiles"
     monkeypatch.setattr(private_files, "server_name", lambda _parent: server)
     context = multiprocessing.get_context("fork")

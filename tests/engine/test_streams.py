@@ -22,7 +22,6 @@ from torch_py_backend.values import Value
 
 
 def test_streams_take_turns() -> None:
-    """Streams alternate step by step."""
     order = []
 
     def forward(x: Tensor) -> Iterator[Tensor]:
@@ -35,7 +34,6 @@ def test_streams_take_turns() -> None:
 
 
 def test_an_awaiting_stream_does_not_block_others() -> None:
-    """While an asynchronous stream awaits, the others run."""
     finished = asyncio.Event()
 
     async def forward(x: Tensor) -> AsyncIterator[Tensor]:
@@ -51,7 +49,6 @@ def test_an_awaiting_stream_does_not_block_others() -> None:
 
 
 def test_any_exception_ends_the_stream() -> None:
-    """Exceptions that end programs, tasks or generators are ForwardErrors of the stream."""
     for error in (SystemExit, asyncio.CancelledError, GeneratorExit):
 
         def forward(x: Tensor, error: type[BaseException] = error) -> Iterator[Tensor]:
@@ -65,7 +62,6 @@ def test_any_exception_ends_the_stream() -> None:
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs of a stream stay on the GPU only if the request's inputs were there."""
     fake_gpu.install(monkeypatch)
     monkeypatch.setattr(Engine, "to_device", lambda _, columns: list(map(fake_gpu.put, columns)))
     model = engine(lambda x: fake_gpu.put(2 * x))
@@ -86,9 +82,7 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
     assert [value.is_cuda for value in sent] == [on_gpu]
 
 
-def test_closing_a_generator_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """An exception raised while a generator is closed is logged and has no other effect."""
-
+def test_a_failing_close_of_a_generator_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def forward(x: Tensor) -> Iterator[Tensor]:
         try:
             while True:
@@ -102,9 +96,7 @@ def test_closing_a_generator_fails(caplog: pytest.LogCaptureFixture) -> None:
     assert "closing a stream raised ValueError: not so fast" in caplog.text
 
 
-def test_calls_are_reported() -> None:
-    """The beginning and end of each step are reported."""
-
+def test_the_beginning_and_end_of_each_step_are_reported() -> None:
     def forward(x: Tensor) -> Iterator[Tensor]:
         for _ in range(2):
             yield x
@@ -257,27 +249,20 @@ def test_steps_that_are_not_run_again(calls: bool) -> None:
     assert failing.sizes == [4]
 
 
-class Held:
-    """A state that a weak reference can point to."""
-
-
-def test_states_are_released() -> None:
-    """A stream keeps its current state only: states may hold most of the memory."""
-    states: list[weakref.ref[Held]] = []
+def test_a_stream_keeps_its_current_state_only() -> None:
+    """States may hold most of the memory."""
+    first: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
 
     class Model:
-        def begin(self, x: Tensor) -> Held:
-            return self._next()
-
-        def step(self, held: list[Held]) -> list[tuple[Held | None, Tensor]]:
-            alive.append(states[0]() is not None)
-            return [(self._next() if len(alive) < 4 else None, torch.ones(1, 1))]
-
-        def _next(self) -> Held:
-            state = Held()
-            states.append(weakref.ref(state))
+        def begin(self, x: Tensor) -> Tensor:
+            state = torch.ones(1, 1)
+            first.append(weakref.ref(state))
             return state
+
+        def step(self, states: list[Tensor]) -> list[tuple[Tensor | None, Tensor]]:
+            alive.append(first[0]() is not None)
+            return [(torch.ones(1, 1) if len(alive) < 4 else None, torch.ones(1, 1))]
 
     recorder = Recorder()
     _run(Model(), (item(1), recorder))
@@ -287,20 +272,16 @@ def test_states_are_released() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "message"),
+    ("returned", "says"),
     [
-        ([], "step() returned a list of 0 for 1 stream"),
-        ([torch.ones(1)], "step() returned a list of 1 for 1 stream"),
-        (
-            [(None, None, None)],
-            "step() returned a list of 1 for 1 stream; expected a list with a pair",
-        ),
-        (torch.ones(1, 2), "step() returned a Tensor"),
+        ([], "a list of 0 for 1 stream"),
+        ([torch.ones(1)], "a list of 1 for 1 stream"),
+        ([(None, None, None)], "expected a list with a pair"),
+        (torch.ones(1, 2), "a Tensor"),
     ],
 )
-def test_step_returns_something_else(returned: Any, message: str) -> None:
-    """If step() does not return a pair for each stream, the error says what it returned."""
+def test_step_returns_something_else_than_pairs(returned: Any, says: str) -> None:
     recorder = Recorder()
     run(engine(Counter().begin, lambda states: returned), (item(1), recorder))
     assert isinstance(recorder.error, OutputError)
-    assert message in str(recorder.error)
+    assert says in str(recorder.error)
