@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import time
+from array import array
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
@@ -69,7 +70,7 @@ class InstanceStatus:
 
     def __init__(self, identity: Identity | None = None) -> None:
         self._path: Path | None = None
-        self._state = _unpublished()
+        self._state: array[int] | memoryview[int] = array("Q", [_word(InstanceState.LOADING)])
         folder = _folder()
         if identity is not None and folder is not None:
             self._path = folder / f"{identity.pid}{SUFFIX}"
@@ -108,7 +109,7 @@ class InstanceStatus:
         """
         self.report({"poisoned": reason})
         self._state[0] = _word(InstanceState.POISONED)
-        self._path, self._state = None, _unpublished()
+        self._path, self._state = None, array("Q", [_word(InstanceState.LOADING)])
 
     def ended(self) -> None:
         """Report a normal end, after which the model is not reloaded. May be called twice."""
@@ -122,12 +123,6 @@ def _word(state: InstanceState) -> int:
 
 def _status(word: int) -> Status:
     return Status(InstanceState(word & _STATES), (word >> _STATE_BITS) * 1e-9)
-
-
-def _unpublished() -> memoryview[int]:
-    """Return the memory of a state that no file has."""
-    word = _word(InstanceState.LOADING)
-    return memoryview(bytearray(word.to_bytes(8, sys.byteorder))).cast("Q")
 
 
 def start(config: ModelConfig) -> InstanceStatus:
