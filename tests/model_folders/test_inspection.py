@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +140,12 @@ def test_report_says_what_the_model_takes_and_gives(
     assert report["warnings"] == []
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert names == ["1", "1/model.py"]  # nothing is written
+
+
+def test_report_says_what_was_compiled(tmp_path: Path) -> None:
+    parameters = _parameters(TORCH_COMPILE_OPTIONAL_PARAMETERS='{"backend": "eager"}')
+    report = inspection.inspect(_arguments(tmp_path, "return x + 1", parameters=parameters))
+    assert re.fullmatch(r"2 graphs; the load took \d+\.\d s", report["compiled"])
 
 
 def test_liberties_of_torchscript_are_warned_of_once(tmp_path: Path) -> None:

@@ -41,7 +41,12 @@ def check(
     folders = repository.models(path.resolve())
     # With --json, standard output holds nothing but JSON. The status is shown on terminals only.
     console = Console(stderr=as_json, soft_wrap=True, highlight=False, emoji=False)
-    outcomes = Counter[str]()
+    problems = list(machine_problems())
+    if not folders:
+        problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
+    for problem in problems if not as_json else ():
+        _print_outcome(console, "PROBLEM", problem)
+    outcomes = Counter(PROBLEM=len(problems))
     reports = []
     with console.status("") as status:
         for number, folder in enumerate(folders, 1):
@@ -51,15 +56,9 @@ def check(
             reports.append(report)
             if not as_json:
                 print_model(console, outcome, report)
-    problems = list(machine_problems())
-    if not folders:
-        problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
-    outcomes["PROBLEM"] = len(problems)
     if as_json:
         typer.echo(json.dumps({"environment": problems, "models": reports}, indent=2))
     else:
-        for problem in problems:
-            _print_outcome(console, "PROBLEM", problem)
         console.print(", ".join(f"{outcomes[key]} {key}" for key in _COLORS if outcomes[key]))
     raise typer.Exit(1 if outcomes["FAILED"] or outcomes["PROBLEM"] else 0)
 
@@ -146,6 +145,7 @@ def print_model(console: Console, outcome: str, report: Document) -> None:
             "inputs": ", ".join(report["inputs"]),
             "outputs": ", ".join(report["outputs"]),
             "batch": f"at most {rows}" if rows else "no batching",
+            "compiled": report["compiled"],
             "options": json.dumps(report["options"]) if report["options"] else "defaults",
         }
     _print_outcome(console, outcome, text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -67,7 +68,9 @@ def inspect(
     conflicts.check_for_triton(document)
     settings = model_config.parse({**arguments, "model_config": json.dumps(document)})
     logger.addHandler(warnings)
+    began = time.monotonic()
     engine = load_warm(settings)
+    seconds = time.monotonic() - began
     if reference is not None:
         with runtime.mode(settings.options):
             _compare(engine, reference)
@@ -83,6 +86,7 @@ def inspect(
         "inputs": [f"{text} → {places[name]}" for name, text in inputs.items()],
         "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
+        "compiled": _compiled(engine, seconds),
         "request": _request(engine, document),
         "warnings": [record.getMessage() for record in warnings.buffer],
         "config": document,
@@ -138,6 +142,15 @@ def _class_of_weights(arguments: Mapping[str, str]) -> str:
             if module_class(**(options.model_kwargs or {})).state_dict().keys() == keys:
                 fitting.append(name)
     return fitting[0] if len(fitting) == 1 else ""
+
+
+def _compiled(engine: Engine, seconds: float) -> str:
+    """Return whether torch.compile has made the graphs of a load; empty: none was asked for."""
+    if not engine.compiles:
+        return ""
+    source = " of the compile cache" if "hit" in engine.counts.compile_cache else ""
+    graphs = counted(engine.counts.compiled_graphs, "graph")
+    return f"{graphs}{source}; the load took {seconds:.1f} s"
 
 
 def _request(engine: Engine, document: Document) -> list[JsonObject]:
