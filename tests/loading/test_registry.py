@@ -45,20 +45,6 @@ class Net(nn.Module):
 NET = models.source(Net)
 
 
-METHODS = """
-from torch import nn
-
-class Net(nn.Module):
-    def forward(self, x):
-        raise NotImplementedError
-
-    def encode(self, image, *, scale=2):
-        return image * scale
-
-    size = 3
-"""
-
-
 class OnlyEncodes(nn.Module):
     """A module with a method and without forward()."""
 
@@ -72,30 +58,27 @@ def load(folder: Path, device: torch.device | None = CPU, **options: Any) -> Loa
     return registry.load(discovery.find(config), config, device)
 
 
-def store(folder: Path, source: str = NET, state: dict[str, Tensor] | None = None) -> None:
+def store(folder: Path, source: str = NET) -> None:
     build.write(folder, "model.py", source)
-    if state is not None:
-        torch.save(state, folder / "1" / "model.pt")
 
 
-def store_script(folder: Path, script: Any) -> Path:
-    path = build.write(folder, "model.pt", "")
-    torch.jit.save(script, path)
-    return path
+def store_module(folder: Path) -> None:
+    store(folder)
+    torch.save(STATE, folder / "1" / "model.pt")
 
 
-def scripted() -> Any:
+def store_script(folder: Path) -> None:
     module = Net()
     module.load_state_dict(STATE)
-    return torch.jit.script(module)
+    torch.jit.save(torch.jit.script(module), build.write(folder, "model.pt", ""))
 
 
 # --- Python source ---------------------------------------------------------------------------
 
 
 def test_model_has_its_weights_is_in_eval_mode_and_needs_no_gradients(tmp_path: Path) -> None:
-    store(tmp_path / "module", state=STATE)
-    store_script(tmp_path / "script", scripted())
+    store_module(tmp_path / "module")
+    store_script(tmp_path / "script")
     for name in ("module", "script"):
         loaded = load(tmp_path / name)
         assert torch.equal(loaded.module(X), Y)  # without eval(), dropout would clear nearly all
@@ -109,8 +92,8 @@ def test_model_has_its_weights_is_in_eval_mode_and_needs_no_gradients(tmp_path: 
 def test_model_is_moved_to_the_device_of_its_instance(
     device: torch.device | None, expected: str, tmp_path: Path
 ) -> None:
-    store(tmp_path / "module", state=STATE)
-    store_script(tmp_path / "script", scripted())
+    store_module(tmp_path / "module")
+    store_script(tmp_path / "script")
     save_program(build.write(tmp_path / "program", "model.pt2", ""))
     for name in ("module", "script", "program"):
         tensors = load(tmp_path / name, device).weights
@@ -139,17 +122,16 @@ def test_module_stays_where_its_factory_has_put_it(tmp_path: Path) -> None:
 def test_object_that_cannot_be_called_is_refused(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    others = "from torch import relu\ndef make():\n    return 3\n"
-    store(tmp_path, METHODS + others)
+    store(tmp_path, f"{NET}    size = 3\n\ndef make():\n    return 3\n")
     with pytest.raises(ArtifactError, match=message):
-        load(tmp_path, **options)
+        load(tmp_path, weights="none", **options)
 
 
 # --- TorchScript -----------------------------------------------------------------------------
 
 
 def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
-    store_script(tmp_path, torch.jit.script(OnlyEncodes()))
+    torch.jit.script(OnlyEncodes()).save(build.write(tmp_path, "model.pt", ""))
     for method in (None, "decode", "training"):
         message = rf"model\.pt is TorchScript without {method or 'forward'}\(\)"
         with pytest.raises(ArtifactError, match=message):

@@ -55,8 +55,7 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
 
     Args:
         arguments: Triton's arguments; the config may lack inputs and outputs.
-        finds_batch: find out whether a model whose inputs are listed has a batch dimension, instead
-            of using max_batch_size.
+        finds_batch: try whether a model with listed inputs has a batch dimension.
     """
     _refuse_not_run(json.loads(arguments["model_config"]))
     config = model_config.parse(arguments, complete=False)

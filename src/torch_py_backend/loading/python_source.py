@@ -13,7 +13,7 @@ import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -219,9 +219,15 @@ def _build(
 def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
     """Return the class or function in the source that is to be served."""
     options = config.options
-    public, own = _public(source)
-    functions = {name: value for name, value in own.items() if inspect.isfunction(value)}
-    classes = _module_classes(own)
+    classes = module_classes(source)
+    functions = {
+        name: value
+        for name, value in vars(source).items()
+        if inspect.isfunction(value)
+        and value.__module__ == source.__name__
+        and not name.startswith("_")
+        and name != "example_inputs"
+    }
     name = options.model_factory or options.model_class
     if name is not None:
         target = getattr(source, name, None)
@@ -234,7 +240,7 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
             expected=f"one of {join_names(classes | functions) or 'its classes or functions'}",
         )
     if config.python_runtime:  # as Triton's own runtime does, which serves imported classes, too
-        classes = classes or _module_classes(public)
+        classes = classes or module_classes(source, imported=True)
         classes = {name: classes[name] for name in sorted(classes)[:1]}
     candidates = classes or functions
     distinct = {id(value): value for value in candidates.values()}  # a class may have two names
@@ -247,31 +253,14 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
     )
 
 
-def module_classes(source: ModuleType) -> dict[str, type]:
-    """Return the public classes of modules that a source file defines."""
-    return _module_classes(_public(source)[1])
-
-
-def _public(source: ModuleType) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the public names of a source file, and those that it defines itself."""
-    public = {
-        name: value
-        for name, value in vars(source).items()
-        if not name.startswith("_") and name != "example_inputs"
-    }
-    own = {
-        name: value
-        for name, value in public.items()
-        if getattr(value, "__module__", None) == source.__name__
-    }
-    return public, own
-
-
-def _module_classes(scope: Mapping[str, object]) -> dict[str, type]:
+def module_classes(source: ModuleType, *, imported: bool = False) -> dict[str, type]:
+    """Return the public classes of modules that a source file defines, or also imports."""
     return {
         name: value
-        for name, value in scope.items()
+        for name, value in vars(source).items()
         if isinstance(value, type)
         and issubclass(value, nn.Module)
+        and not name.startswith("_")
         and value.__module__.partition(".")[0] != "torch"
+        and (imported or value.__module__ == source.__name__)
     }

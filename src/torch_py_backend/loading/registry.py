@@ -82,11 +82,7 @@ LOADERS: Mapping[ArtifactType, Loader] = {
 
 
 def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
-    """Apply the values of OPTIMIZE that change the model itself; return the callable for inputs.
-
-    Raises:
-        ConfigError: an optimization does not apply to such an artifact.
-    """
+    """Apply the values of OPTIMIZE that change the model itself; return the callable for inputs."""
     names, kind, owner = config.options.optimize, loaded.kind, loaded.owner
     supported: set[str] = set()
     if owner is not None:

@@ -19,11 +19,10 @@ _BATCH_SETTING = re.compile(
 
 
 def unpack(archive: Path, folder: Path) -> tuple[Path, JsonObject]:
-    """Unpack an archive of torch-model-archiver, which has TorchScript or class and weights.
+    """Unpack an archive of torch-model-archiver.
 
-    Returns:
-        The file of TorchScript, or of weights with a source file of the same name beside it; and
-        entries of config.pbtxt for a model with a batch dimension.
+    Return the file of TorchScript, or of weights with a source file of the same name beside it; and
+    entries of config.pbtxt for a model with a batch dimension.
     """
     try:
         with zipfile.ZipFile(archive) as opened:

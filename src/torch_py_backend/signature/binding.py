@@ -227,10 +227,7 @@ def _builder(
 ) -> Callable[[Sequence[object]], object]:
     """Return a function that makes an argument, or a part of one, of columns.
 
-    Args:
-        feeds: the inputs of the argument, by their paths in it; without inputs it is None.
-        kind: the type of the argument, if it is known.
-        names: the names of the columns; those of the inputs are appended.
+    `feeds` are its inputs by their paths in it, whose names are appended to those of the columns.
     """
     if not feeds:
         return lambda _: None

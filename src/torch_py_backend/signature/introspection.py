@@ -165,10 +165,8 @@ def from_tree(
 ) -> Signature:
     """Return the signature of an exported program.
 
-    Args:
-        spec: the tree of (args, kwargs).
-        constants: leaves that are not tensors, by number; their exported values are passed.
-        names: the names of positional arguments, if known.
+    `spec` is the tree of (args, kwargs), in which the constants, by the number of their leaf, are
+    no tensors and are passed; `names` are those of positional arguments, if known.
     """
     numbers = range(spec.num_leaves)
     args, kwargs = pytree.tree_unflatten(list(numbers), spec)
