@@ -56,10 +56,8 @@ def concatenate(values: Sequence[Any]) -> Value:
 def fit(columns: Columns, rows: Rows) -> Iterator[tuple[Columns, int]]:
     """Split columns into calls of as many rows as the model takes.
 
-    Rows are filled up by repeating the last one, whose values are valid.
-
-    Yields:
-        The columns of a call and the number of its rows that are not filling.
+    Rows are filled up by repeating the last one, whose values are valid. Yield the columns of a
+    call, and the number of its rows that are not filling.
     """
     total = columns[0].shape[0]
     step = rows.most or max(total, 1)
@@ -87,7 +85,8 @@ def scatter(
         values = [output[0] if isinstance(output, list) else output for output in outputs]
         return [dict(zip(names, values, strict=True))]
     parts = [output if isinstance(output, list) else split(output, sizes) for output in outputs]
-    return [dict(zip(names, rows, strict=True)) for rows in zip(*parts, strict=True)]
+    rows_of_items = zip(*parts, strict=True)
+    return [dict(zip(names, rows, strict=True)) for rows in rows_of_items]
 
 
 def split(output: Value, sizes: Sequence[int]) -> Columns:

@@ -81,6 +81,7 @@ def _errors(actual: Tensor, expected: Tensor) -> Tensor:
     size = expected.abs()
     known = size[size.isfinite() & (size > 0)]
     typical = known.median() if known.numel() else 1.0
-    errors = ((actual - expected).abs() / (size + typical)).nan_to_num(math.inf, math.inf)
+    errors = (actual - expected).abs() / (size + typical)
+    errors = errors.nan_to_num(math.inf, math.inf)
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     return torch.where(same, 0.0, errors)

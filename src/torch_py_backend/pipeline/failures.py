@@ -74,7 +74,6 @@ class Failures:
 
     Args:
         called: the name of the model's function, for messages.
-        device: the device that is probed after a failure.
         owner: the module with the model's buffers; None: they are not accessible.
         repeats: whether failed items are run again; None: unless the model has written to its
             buffers, or the failed call has called other models.

@@ -37,7 +37,6 @@ class Inputs:
     """Checks and groups a model's items, and gathers them.
 
     Args:
-        padding: pads inputs; None: PAD is not set.
         cast: the type that floating-point inputs are converted to, unless CAST_INPUTS names one.
         by_row: whether the function takes the inputs of one row; the calls of groups get a list of
             them for each input.
@@ -66,10 +65,8 @@ class Inputs:
         self._names = [spec.name for spec in config.inputs]
         self._names += [made.name for made in config.batch_inputs]
         self._required = [spec.name for spec in config.inputs if not spec.optional]
-        # States and controls of sequences are bound by name only.
-        self._kept = frozenset(
-            spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
-        )
+        # States stay on the device.
+        self._sent = [spec.name for spec in config.inputs if spec.origin is not Origin.STATE]
         self._bound = functools.lru_cache(MAX_SETS)(self._bind)
         self.binding = self._bound(frozenset())
         takes = dict(zip(self.binding.names, self.binding.types, strict=True))
@@ -77,42 +74,37 @@ class Inputs:
             cast = dtypes.from_triton(config.options.cast_inputs).torch
         to = getattr(torch, cast) if cast else None
         pads = padding.pads if padding is not None else {}
-        self._shapes = {
-            spec.name: _choose_shape(config, spec, pads.get(spec.name)) for spec in config.inputs
-        }
-        self._arguments = {
-            spec.name: arguments.choose(signature, spec, takes[spec.name], to)
-            for spec in config.inputs
-        }
-        if by_row and self._batched:
-            self._arguments = {
-                name: arguments.for_rows(argument) for name, argument in self._arguments.items()
-            }
+        self._shapes: dict[str, Shape] = {}
+        self._arguments: dict[str, arguments.Argument] = {}
         # The input of requests that each one is made of.
-        self._sources = {spec.name: spec.name for spec in config.inputs}
+        self._sources: dict[str, str] = {}
+        # Of each input: how its values and arguments are compared, in as few frames as possible.
+        self._compared = []
+        for spec in config.inputs:
+            name = spec.name
+            shape = _choose_shape(config, spec, pads.get(name))
+            argument = arguments.choose(signature, spec, takes[name], to)
+            if by_row and self._batched:
+                argument = arguments.for_rows(argument)
+            self._compared.append((itemgetter(name), shape.fit, argument.refuse))
+            self._shapes[name] = shape
+            self._arguments[name] = argument
+            self._sources[name] = name
         for made in config.batch_inputs:
-            self._sources[made.name] = made.source
-            gather = ragged.batch_input(made)
-            self._shapes[made.name] = self._shapes[made.source]._replace(gather=gather)
+            source = self._shapes[made.source]
+            self._shapes[made.name] = source._replace(gather=ragged.batch_input(made))
             self._arguments[made.name] = arguments.TENSOR
+            self._sources[made.name] = made.source
         # Triton leaves inputs on their device then, so items may be on different devices.
         self._any_device = not config.options.force_cpu_only_input_tensors
-        optional = frozenset(self._specs).difference(
-            self._required, padding.masks if padding else ()
-        )
-        # Other sets are bound by a request that leaves them out, or refuse it.
-        self.patterns = (frozenset(), optional) if optional else (frozenset(),)
-        for pattern in self.patterns[1:]:
-            self._bound(pattern)
-        # Of each input: how its values and arguments are compared, in as few frames as possible.
-        self._compared = [
-            (itemgetter(name), self._shapes[name].fit, argument.refuse)
-            for name, argument in self._arguments.items()
-            if name in self._specs
-        ]
         self._compare = self._may_share if padding is not None or self._any_device else None
-        # States stay on the device.
-        self._sent = [spec.name for spec in config.inputs if spec.origin is not Origin.STATE]
+        masks = padding.masks if padding is not None else ()
+        optional = frozenset(self._specs).difference(self._required, masks)
+        # Other sets are bound by a request that leaves them out, or refuse it.
+        self.patterns: tuple[frozenset[str], ...] = (frozenset(),)
+        if optional:
+            self._bound(optional)
+            self.patterns = (frozenset(), optional)
 
     # --- checks --------------------------------------------------------------------------------
 
@@ -235,28 +227,29 @@ class Inputs:
         return tuple(key)
 
     def _left_out(self, item: Item) -> frozenset[str]:
-        return frozenset() if len(item) == len(self._specs) else frozenset(self._specs) - {*item}
+        return frozenset(self._specs).difference(item)
 
     def _bind(self, left_out: frozenset[str]) -> InputBinding:
-        """Return how items without these inputs are passed.
-
-        Raises:
-            BindingError: the signature requires one of them.
-        """
-        return bind_inputs(self._names, self._signature, left_out, sequence_inputs=self._kept)
+        """Return how items without these inputs are passed; raise BindingError if one is needed."""
+        # States and controls of sequences are bound by name only.
+        kept = frozenset(
+            name for name, spec in self._specs.items() if spec.origin is not Origin.CLIENT
+        )
+        return bind_inputs(self._names, self._signature, left_out, sequence_inputs=kept)
 
     # --- columns -------------------------------------------------------------------------------
 
     def _gather(self, binding: InputBinding) -> Gather:
         """Return the function that makes the columns of items, and counts the rows of each."""
-        sources = [
-            (itemgetter(self._sources[name]), self._shapes[name].gather) for name in binding.names
-        ]
+        gathers = [self._shapes[name].gather for name in binding.names]
+        sources = [itemgetter(self._sources[name]) for name in binding.names]
+        gathered = list(zip(sources, gathers, strict=True))
+        gathered = list(zip(sources, gathers, strict=True))
         sent = [name for name in binding.names if name in self._specs]
         first = itemgetter(sent[0]) if self._batched and sent else None
 
         def gather_items(items: Items) -> Gathered:
-            columns = [gather(list(map(get, items))) for get, gather in sources]
+            columns = [gather(list(map(get, items))) for get, gather in gathered]
             # Without a batch dimension there is one item, which counts as one row.
             return columns, (1,) if first is None else list(map(len, map(first, items)))
 
@@ -286,31 +279,36 @@ def _device(value: Value) -> torch.device:
 
 
 class Shape(NamedTuple):
-    """How the values of an input in several items become one column.
+    """How the values of an input in several items become one column."""
 
-    Attributes:
-        fit: whether values can share a batch.
-        key: what the values of a batch have in common.
-        gather: makes the column.
-    """
-
+    # Whether values can share a batch.
     fit: Callable[[Sequence[Value]], bool]
+    # What the values of a batch have in common.
     key: Callable[[Value], Hashable]
     gather: Callable[[Sequence[Value]], Value]
 
 
 def _choose_shape(config: ModelConfig, spec: TensorSpec, pad: Pad | None) -> Shape:
     """Return how the values of an input become a column: concatenated, padded or flat."""
+    axes = len(spec.dims) + 1
+    flat = spec.ragged and config.concatenates
+    gather: Callable[[Sequence[Value]], Value] = batches.concatenate
+    if spec.origin is Origin.STATE:
+        gather = _copied
+    elif flat:
+        gather = ragged.flatten
     if not config.max_batch_size:  # a call has one item, which counts as one row
-        gather = ragged.flatten if spec.ragged and config.concatenates else batches.concatenate
-        return Shape(_is_one, lambda _: None, _copied if spec.origin is Origin.STATE else gather)
+        return Shape(_is_one, _no_key, gather)
     if pad is not None:
-        return Shape(pad.fit, lambda _: None, pad.gather)
-    if spec.ragged and config.concatenates:
-        return Shape(partial(_fit_fixed, len(spec.dims) + 1), lambda _: None, ragged.flatten)
+        return Shape(pad.fit, _no_key, pad.gather)
+    if flat:
+        return Shape(partial(_fit_fixed, axes), _no_key, gather)
     fit = _fit_fixed if -1 not in spec.dims else _fit_equal
-    gather = _copied if spec.origin is Origin.STATE else batches.concatenate
-    return Shape(partial(fit, len(spec.dims) + 1), lambda value: value.shape[1:], gather)
+    return Shape(partial(fit, axes), lambda value: value.shape[1:], gather)
+
+
+def _no_key(_: Value) -> None:
+    return None
 
 
 def _is_one(values: Sequence[Value]) -> bool:

@@ -80,7 +80,9 @@ class Postprocessing:
         outputs: list[Value] = []
         rows = [row for request in requests for row in request]
         for name, column in zip(self._specs, zip(*rows, strict=True), strict=False):
-            stack: Callable[..., Value] = torch.stack if isinstance(column[0], Tensor) else np.stack
+            stack: Callable[..., Value] = np.stack
+            if isinstance(column[0], Tensor):
+                stack = torch.stack
             try:
                 outputs.append(stack(column))
             except (RuntimeError, ValueError):

@@ -47,10 +47,10 @@ class Ragged:
     def _parts(self, name: str, items: Items, output: Value) -> list[Value]:
         """Split a batch output by the shapes of its source."""
         source, dims = self._sources[name], self._dims[name]
-        shapes = [
-            [item[source].shape[axis] if size == -1 else size for axis, size in enumerate(dims)]
-            for item in items
-        ]
+        shapes = []
+        for item in items:
+            sent = item[source].shape
+            shapes.append([sent[axis] if size == -1 else size for axis, size in enumerate(dims)])
         sizes = list(map(math.prod, shapes))
         if len(output) != sum(sizes):
             raise OutputError(

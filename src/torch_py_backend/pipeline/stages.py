@@ -16,12 +16,7 @@ from torch_py_backend.values import Call, Columns, Item, Items, Rows, Value, tra
 T = TypeVar("T")
 
 
-def filled(
-    limits: Rows,
-    extract: Extract,
-    copy: Callable[[Value], Value],
-    counts: Counts,
-) -> Fill:
+def filled(limits: Rows, extract: Extract, copy: Callable[[Value], Value], counts: Counts) -> Fill:
     """Return `fill` for a model that takes certain numbers of rows.
 
     Rows that fill a call are counted here, the others by the pipeline.
@@ -76,11 +71,7 @@ def guarded(failures: Failures, item: Item, function: Call, *args: object) -> Re
         return failures.classify(error).error
 
 
-def timed(
-    counts: Counts,
-    name: str,
-    stage: Callable[..., T],
-) -> Callable[..., T]:
+def timed(counts: Counts, name: str, stage: Callable[..., T]) -> Callable[..., T]:
     """Return a stage whose seconds are added to a field of the counters."""
 
     def run(*args: object) -> T:
