@@ -36,12 +36,16 @@ def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
             f"BATCH_BUCKETS is {', '.join(map(str, buckets))}",
             expected=f"row counts among {accepted.least} to {most}, which the model takes",
         )
-    return Rows(usable[0], usable[-1], usable) if usable else Rows(accepted.least, most)
+    if not usable:
+        return Rows(accepted.least, most)
+    return Rows(usable[0], usable[-1], usable)
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
     """Return 1, 2, 4, ... and the number itself, so that less than half of a call is padding."""
-    return (*(1 << power for power in range((most - 1).bit_length())), most)
+    below = (most - 1).bit_length()
+    powers = [1 << power for power in range(below)]
+    return (*powers, most)
 
 
 def concatenate(values: Sequence[Any]) -> Value:
@@ -66,7 +70,10 @@ def fit(columns: Columns, rows: Rows) -> Iterator[tuple[Columns, int]]:
         piece = [column[start : start + present] for column in columns]
         missing = rows.filled(present) - present
         if missing and present:
-            piece = [concatenate([column, *[column[-1:]] * missing]) for column in piece]
+            filling = [[column[-1:]] * missing for column in piece]
+            piece = [
+                concatenate([column, *last]) for column, last in zip(piece, filling, strict=True)
+            ]
         yield piece, present
 
 

@@ -137,8 +137,10 @@ class Failures:
         ranges, left = deque([(0, len(items))] if again else ()), MAX_CALLS
         while ranges:
             start, stop = ranges.popleft()
+            if stop - start == 1:
+                continue
             middle = (start + stop) // 2
-            for first, last in ((start, middle), (middle, stop)) if stop - start > 1 else ():
+            for first, last in ((start, middle), (middle, stop)):
                 if left == 0 or self.fatal is not None:
                     break
                 left -= 1
@@ -251,7 +253,8 @@ def version(tensor: Tensor) -> tuple[int, int | bytes]:
         return tensor.data_ptr(), tensor._version  # noqa: SLF001  has no public name
     # contiguous() keeps a stride of 0 of a tensor with one value.
     values = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return tensor.data_ptr(), hashlib.blake2b(values.view(torch.uint8).cpu().numpy().data).digest()
+    array = values.view(torch.uint8).cpu().numpy()
+    return tensor.data_ptr(), hashlib.blake2b(array.data).digest()
 
 
 # --- causes -------------------------------------------------------------------------------------

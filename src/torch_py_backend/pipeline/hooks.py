@@ -103,54 +103,36 @@ class HookedPipeline:
         """
         if not rows:
             raise InputError("the request has no rows")
-        hook = self.hooks.preprocess
-        # Before the next row: a hook may fill the same dict for each.
-        kept = self._tensors if self.hooks.collate is None else _copied
-        if hook is None:
-            prepared = [kept(dict(zip(binding.names, row, strict=True))) for row in rows]
-        else:
-            call: Call = hook
-            if hook.takes_parameters:
-                call = hook.with_parameters(values.parameters(item))
-            prepared = [kept(binding.call(call, row)) for row in rows]
-        if self.hooks.collate is None and len(set(map(_key, prepared))) > 1:
+        hook, collate = self.hooks.preprocess, self.hooks.collate
+        call: Call | None = hook
+        if hook is not None and hook.takes_parameters:
+            call = hook.with_parameters(values.parameters(item))
+        prepared = []
+        for row in rows:
+            result: Tree
+            if call is None:
+                result = dict(zip(binding.names, row, strict=True))
+            else:
+                result = binding.call(call, row)
+            # Before the next row: a hook may fill the same dict for each.
+            prepared.append(_tensors(result) if collate is None else _copied(result))
+        if collate is None and len(set(map(_key, prepared))) > 1:
             shapes = {name: list(part.shape) for name, part in prepared[0].items()}
             raise OutputError(
                 f"preprocess() returned {shapes} and others for rows of one request",
                 expected="the same names and shapes for each",
                 cure="Or write collate(), which makes a batch of them.",
             )
-        result: Item = {ROWS: values.objects(prepared)}
-        return values.like(item, result) if isinstance(item, RequestItem) else result
-
-    def _tensors(self, row: Tree) -> dict[str, Tensor]:
-        """Return the tensors of a row by name, or by number if they have no names."""
-        if type(row) is dict and set(map(type, row.values())) == {Tensor}:
-            return dict(row)
-        if not isinstance(row, Mapping):
-            parts = row if isinstance(row, tuple) else (row,)
-            row = {f"{_NUMBERED}{number}": part for number, part in enumerate(parts)}
-        tensors = {}
-        for name, value in row.items():
-            try:
-                # torch takes no negative strides.
-                part = np.asarray(value, order="C") if isinstance(value, np.ndarray) else value
-                # as_tensor() would move a tensor to torch's default device.
-                tensors[str(name)] = part if isinstance(part, Tensor) else torch.as_tensor(part)
-            except Exception:  # an object of the user may raise any class
-                raise OutputError(
-                    f"preprocess() returned {a_type(value)}, which cannot be batched",
-                    expected="a tensor or numbers; a tuple of these, or a dict by the names of"
-                    " forward()'s arguments",
-                    cure="Or write collate(), which makes a batch of anything.",
-                ) from None
-        return tensors
+        column: Item = {ROWS: values.objects(prepared)}
+        return values.like(item, column) if isinstance(item, RequestItem) else column
 
     def _batch(self, rows: list[Tree], parameters: RowParameters) -> Tree:
         """Return the batch of prepared rows."""
-        if self.hooks.collate is not None:
+        collate = self.hooks.collate
+        if collate is not None:
             # A retry passes the same rows, and some functions remove entries of their rows.
-            return self.hooks.collate.with_parameters(parameters)(list(map(_copied, rows)))
+            own = list(map(_copied, rows))
+            return collate.with_parameters(parameters)(own)
         if not self._batched:
             return rows[0]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -270,6 +252,32 @@ def _with_parameters(gather: Gather) -> Gather:
         return [*columns, values.objects(rows)], sizes
 
     return gather_items
+
+
+def _tensors(row: Tree) -> dict[str, Tensor]:
+    """Return the tensors of a row by name, or by number if they have no names."""
+    if type(row) is dict and set(map(type, row.values())) == {Tensor}:
+        return dict(row)
+    if not isinstance(row, Mapping):
+        parts = row if isinstance(row, tuple) else (row,)
+        row = {f"{_NUMBERED}{number}": part for number, part in enumerate(parts)}
+    return {str(name): _tensor(value) for name, value in row.items()}
+
+
+def _tensor(value: Tree) -> Tensor:
+    if isinstance(value, Tensor):  # as_tensor() would move it to torch's default device
+        return value
+    try:
+        if isinstance(value, np.ndarray):  # torch takes no negative strides
+            value = np.asarray(value, order="C")
+        return torch.as_tensor(value)
+    except Exception:  # an object of the user may raise any class
+        raise OutputError(
+            f"preprocess() returned {a_type(value)}, which cannot be batched",
+            expected="a tensor or numbers; a tuple of these, or a dict by the names of forward()'s"
+            " arguments",
+            cure="Or write collate(), which makes a batch of anything.",
+        ) from None
 
 
 def _copied(row: Tree) -> Tree:

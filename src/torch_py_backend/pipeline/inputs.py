@@ -130,8 +130,10 @@ class Inputs:
         """Return whether items are on one device, with masks as long as their inputs."""
         if self._padding is not None and any(map(self._padding.mismatch, items)):
             return False
-        names = self._sent if self._any_device else ()
-        return all(len({_device(item[name]) for item in items}) == 1 for name in names)
+        if not self._any_device:
+            return True
+        devices = [{_device(item[name]) for item in items} for name in self._sent]
+        return all(len(of_input) == 1 for of_input in devices)
 
     def admit(self, item: Item) -> Item | InputError:
         """Return the item, with masks added, or the reason to refuse it."""
@@ -220,10 +222,11 @@ class Inputs:
         names = [name for name in self._specs if name in item]
         key: list[Hashable] = [*names]
         for name in names:
-            key += [self._shapes[name].key(item[name]), _device(item[name])]
+            value = item[name]
+            key += [self._shapes[name].key(value), _device(value)]
             same_value = self._arguments[name].key
             if same_value is not None:
-                key.append(same_value(item[name]))
+                key.append(same_value(value))
         return tuple(key)
 
     def _left_out(self, item: Item) -> frozenset[str]:
@@ -250,8 +253,9 @@ class Inputs:
 
         def gather_items(items: Items) -> Gathered:
             columns = [gather(list(map(get, items))) for get, gather in gathered]
-            # Without a batch dimension there is one item, which counts as one row.
-            return columns, (1,) if first is None else list(map(len, map(first, items)))
+            if first is None:  # there is one item, which counts as one row
+                return columns, (1,)
+            return columns, list(map(len, map(first, items)))
 
         return gather_items
 

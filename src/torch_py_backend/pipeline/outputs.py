@@ -94,10 +94,10 @@ class Finite:
         """Return whether all results are finite; False, too, if copying them would take long."""
         outcomes = [result for result in results if not isinstance(result, BackendError)]
         for name in self._names if outcomes else ():
-            values = [outcome[name] for outcome in outcomes]
+            values = [outcome[name].reshape(-1) for outcome in outcomes]
             if len(values) * values[0].nbytes > _CHECKED_TOGETHER_BYTES:
                 return False
-            if not torch.isfinite(torch.cat([value.reshape(-1) for value in values])).all():
+            if not torch.isfinite(torch.cat(values)).all():
                 return False
         return True
 

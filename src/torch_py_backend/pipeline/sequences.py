@@ -107,7 +107,9 @@ class Sequences:
             if len(self._live) == self._most and step.id not in self._live:
                 self._free_oldest(now)
             self._live[step.id] = _Sequence(self._initial, now)
-        return self._live.pop(step.id, None) if step.ends else self._live.get(step.id)
+        if step.ends:
+            return self._live.pop(step.id, None)
+        return self._live.get(step.id)
 
     def _free_oldest(self, now: float) -> None:
         """Free the sequence that is idle for longest: Triton has forgotten one of them."""
@@ -204,8 +206,7 @@ def _kept_value(value: Value) -> Value:
     """
     if isinstance(value, Tensor):
         return value.clone()
+    texts = value.reshape(-1).tolist()
     strings: Strings = np.empty(value.shape, dtype=np.object_)
-    strings.ravel()[:] = [
-        text if isinstance(text, bytes) else text.encode() for text in value.reshape(-1).tolist()
-    ]
+    strings.ravel()[:] = [text if isinstance(text, bytes) else text.encode() for text in texts]
     return strings
