@@ -8,12 +8,9 @@ into a newer release, for which there is no real server here.
 from __future__ import annotations
 
 import asyncio
-import functools
-import importlib.util
 import json
 import re
 import threading
-import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -21,6 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 import torch
+
+from torch_py_backend.config import pbtxt
 
 
 class TritonModelException(Exception):  # noqa: N818  Triton's name
@@ -53,45 +52,29 @@ class TritonError:
 
 class Logger:
     lines: ClassVar[list[tuple[str, str]]] = []
-
-    @classmethod
-    def log_info(cls, text: str) -> None:
-        cls.lines.append(("info", _passed(text)))
-
-    @classmethod
-    def log_warn(cls, text: str) -> None:
-        cls.lines.append(("warn", _passed(text)))
-
-    @classmethod
-    def log_error(cls, text: str) -> None:
-        cls.lines.append(("error", _passed(text)))
+    log_info = staticmethod(lambda text: Logger.lines.append(("info", _passed(text))))
+    log_warn = staticmethod(lambda text: Logger.lines.append(("warn", _passed(text))))
+    log_error = staticmethod(lambda text: Logger.lines.append(("error", _passed(text))))
 
 
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_REFUSED = "Failed to process the custom metrics request for model 'm', message: "
 
 
 class Metric:
     """One series. Metrics with the same labels share their value."""
 
     def __init__(self, kind: int, labels: dict[str, str]) -> None:
-        for name, value in labels.items():
-            if not isinstance(value, str) or not _LABEL_NAME.fullmatch(name):
-                raise TritonModelException(f"Error when creating Metric: {_REFUSED}{name}")
+        assert all(map(_LABEL_NAME.fullmatch, labels)), labels
+        assert all(isinstance(value, str) for value in labels.values()), labels
         self.kind, self.labels, self._value = kind, labels, 0.0
 
     def increment(self, value: float) -> None:
-        if self.kind == MetricFamily.HISTOGRAM or (value < 0 and self.kind == MetricFamily.COUNTER):
-            raise TritonModelException(f"Failed to increment metric value: {_REFUSED}{value}")
+        assert self.kind == MetricFamily.GAUGE or value >= 0
         self._value += value
 
     def set(self, value: float) -> None:
-        if self.kind != MetricFamily.GAUGE:
-            raise TritonModelException(
-                f"Failed to set metric value: {_REFUSED}TRITONSERVER_METRIC_KIND_COUNTER does not"
-                " support Set"
-            )
+        assert self.kind == MetricFamily.GAUGE
         self._value = value
 
     def value(self) -> float:
@@ -99,20 +82,18 @@ class Metric:
 
 
 class MetricFamily:
-    COUNTER, GAUGE, HISTOGRAM = range(3)
+    COUNTER, GAUGE = range(2)
     made: ClassVar[dict[str, list[Metric]]] = {}
     # Kept by the server, beyond the life of a model: a name keeps its kind.
     kinds: ClassVar[dict[str, int]] = {}
 
     def __init__(self, name: str, description: str, kind: int) -> None:
-        refusal = ""
-        if not _METRIC_NAME.fullmatch(name):
-            refusal = "Invalid metric name"
-        elif self.kinds.setdefault(name, kind) != kind:
-            refusal = "Family name already exists with different type"
-        if refusal:
-            raise TritonModelException(f"Error when creating MetricFamily: {_REFUSED}{refusal}")
+        assert _METRIC_NAME.fullmatch(name)
         assert description
+        if self.kinds.setdefault(name, kind) != kind:
+            raise TritonModelException(
+                "Error when creating MetricFamily: Family name already exists with different type"
+            )
         self._kind = kind
         self._metrics = self.made.setdefault(name, [])
 
@@ -330,26 +311,7 @@ class InferenceResponse:
         return self._error
 
 
-class _ResponseOf2502(InferenceResponse):
-    """A response with parameters, as from 25.02 on."""
-
-    def __init__(
-        self,
-        output_tensors: list[Tensor] | None = None,
-        error: TritonError | None = None,
-        parameters: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(output_tensors, error)
-        for key, value in (parameters or {}).items():
-            if not isinstance(key, str) or not isinstance(value, str | int | bool):
-                raise TritonModelException(f"no parameter of a response: {key!r}: {value!r}")
-        self._parameters = parameters or {}
-
-    def parameters(self) -> str:
-        return json.dumps(self._parameters)
-
-
-# The newest release of each generation of the interface.
+# The newest release of each generation of the interface, as far as this backend uses it.
 GENERATIONS = ("24.10", "26.03")
 _generation = GENERATIONS[0]
 
@@ -357,8 +319,6 @@ _generation = GENERATIONS[0]
 def become(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behave like that release until the end of the test."""
     monkeypatch.setitem(globals(), "_generation", generation)
-    if generation != GENERATIONS[0]:
-        monkeypatch.setitem(globals(), "InferenceResponse", _ResponseOf2502)
 
 
 def is_ready(generation: str, model: Any) -> bool:
@@ -471,54 +431,11 @@ def _states(sequencing: dict[str, Any], document: dict[str, Any]) -> Iterator[Te
             yield Tensor(state["input_name"], np.full(shape, 77, dtype=np.float32))
 
 
-@functools.cache
-def _model_config_pb2() -> Any:
-    """Return Triton's messages; the package that they are in imports grpc, which they do not need.
-
-    A machine with a GPU may have no grpc, and without `make gpu-site` no tritonclient.
-    """
-    for name in ("google.protobuf", "tritonclient"):
-        pytest.importorskip(name, reason=f"{name} is not installed (make gpu-site)")
-    package = importlib.util.find_spec("tritonclient")
-    assert package is not None
-    assert package.submodule_search_locations is not None
-    path = Path(package.submodule_search_locations[0], "grpc", "model_config_pb2.py")
-    module = types.ModuleType("model_config_pb2")
-    exec(compile(path.read_text(), path, "exec"), vars(module))
-    return module
-
-
 def arguments(folder: Path, version: str = "1") -> dict[str, str]:
     """Return the arguments of `initialize` for the model in a folder, which is served then."""
     global _model_dir  # noqa: PLW0603  like the real module: one model per process
     _model_dir = f"{folder}/{version}"
-    model_config_pb2 = _model_config_pb2()
-    from google.protobuf import json_format, text_format
-
-    text = (folder / "config.pbtxt").read_text()
-    message = text_format.Parse(text, model_config_pb2.ModelConfig())
-    message.name = folder.name
-    message.runtime = "model.py"  # set by Triton in every case
-    if not message.instance_group:
-        message.instance_group.add(kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
-    for group in message.instance_group:
-        group.count = group.count or 1
-    document = json_format.MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    # The newer client's protobuf has more fields than 24.10 sends, which has no effect. protobuf
-    # writes int64 as strings, Triton as integers.
-    for tensor in [*document["input"], *document["output"]]:
-        tensor["dims"] = [int(size) for size in tensor["dims"]]
-        if "reshape" in tensor:
-            tensor["reshape"]["shape"] = [int(size) for size in tensor["reshape"]["shape"]]
-    kind = document["instance_group"][0]["kind"].removeprefix("KIND_")
-    return {
-        "model_config": json.dumps(document),
-        "model_instance_kind": "CPU" if kind == "AUTO" else kind,
-        "model_instance_name": f"{folder.name}_0_0",
-        "model_instance_device_id": "0",
-        "model_repository": str(folder),
-        "model_version": version,
-        "model_name": folder.name,
-    }
+    pytest.importorskip("tritonclient.grpc", reason="not installed (make gpu-site)")
+    # Triton names the file of the backend in every case.
+    document = pbtxt.read(folder) | {"name": folder.name, "runtime": "model.py"}
+    return pbtxt.arguments(folder, version, document)

@@ -11,7 +11,7 @@ from typing import Any
 import models
 import scenarios
 import torch
-from scenarios import Call, Scenario, Writer, config, floats
+from scenarios import BARE, Call, Scenario, Writer, config, floats
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -51,7 +51,6 @@ def helper(x):
 _X = floats(2, 4)
 _BATCH = {0: torch.export.Dim("batch", min=1, max=8)}
 _X_TO_Y = config({"x": [4]}, {"y": [4]})
-_BARE = 'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
 _Save = Callable[[Any, Path], None]
 
 
@@ -87,18 +86,14 @@ def _export_classes(package: Any, path: Path) -> None:
     torch.export.save(program, path)
 
 
-_packages: dict[str, bytes] = {}
+_package: list[bytes] = []
 
 
 def _compile(package: Any, path: Path) -> None:
     """Write a package with the operator, a tree of inputs of two rows and the class, made once."""
-    if package.__name__ not in _packages:
-        _compile_anew(package, path)
-        _packages[package.__name__] = path.read_bytes()
-    path.write_bytes(_packages[package.__name__])
-
-
-def _compile_anew(package: Any, path: Path) -> None:
+    if _package:
+        path.write_bytes(_package[0])
+        return
     doubles = _doubles(package)
 
     class Both(nn.Module):
@@ -111,6 +106,7 @@ def _compile_anew(package: Any, path: Path) -> None:
     args, kwargs = (tensor(), {"z": tensor(), "a": [tensor()]}), {"scale": tensor()}
     program = torch.export.export(Both(), args, kwargs)
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    _package.append(path.read_bytes())
 
 
 def write(name: str, save: _Save, source: str | None) -> Writer:
@@ -136,17 +132,6 @@ def write(name: str, save: _Save, source: str | None) -> Writer:
     return write
 
 
-def _served(
-    name: str, save: _Save, source: str, text: str, *calls: Call, logs: tuple[str, ...] = ()
-) -> Scenario:
-    return Scenario(name, write(name, save, source.replace("NAME", name)), text, calls, logs=logs)
-
-
-def _refused(name: str, save: _Save, source: str | None, *says: str) -> Scenario:
-    return Scenario(name, write(name, save, source), _X_TO_Y, load_error=says)
-
-
-_IMPORT = "import its package in model.py"
 _NESTED = ("KWARGS[scale]", "ARGS[1][a][0]", "ARGS[0]", "ARGS[1][z]")
 _DOUBLED = Call({"x": _X}, {"y": 2 * _X + 1})
 
@@ -157,14 +142,14 @@ def _both(rows: int) -> Call:
     return Call(inputs, {"first": 2 * x + 1, "second": (z - a) * scale})
 
 
+def _scenario(name: str, save: _Save, source: str | None, *calls: Call, **more: Any) -> Scenario:
+    written = source and source.replace("NAME", name)
+    return Scenario(name, write(name, save, written), **{"config": _X_TO_Y, "calls": calls, **more})
+
+
+_IMPORT = "import its package in model.py"
 TABLE = (
-    _served(
-        "operator_of_torchscript",
-        _trace,
-        "import NAME\n" + _HELPER,
-        _X_TO_Y,
-        _DOUBLED,
-    ),
+    _scenario("operator_of_torchscript", _trace, "import NAME\n" + _HELPER, _DOUBLED),
     # Before the row that registers the same operator in this process.
     Scenario(
         "unknown_operator_of_package",
@@ -172,46 +157,40 @@ TABLE = (
         _X_TO_Y,
         load_error=("::double. ", _IMPORT),
     ),
-    _served(
+    _scenario(
         "operator_and_class_of_package",
         _compile,
         "import NAME\n",
-        config({name: [4] for name in _NESTED}, {"first": [4], "second": [4]}),
         *(_both(rows) for rows in (2, 1, 3, 8)),
+        config=config({name: [4] for name in _NESTED}, {"first": [4], "second": [4]}),
     ),
     # hooks.py registers it, and Triton names the artifact.
-    _served(
+    _scenario(
         "operator_of_program",
         _export,
         "import NAME\n" + _HOOKS,
-        _X_TO_Y + 'default_model_filename: "model.pt2"\n',
         _DOUBLED,
+        config=_X_TO_Y + 'default_model_filename: "model.pt2"\n',
     ),
-    _served(
+    _scenario(
         "class_of_program",
         _export_classes,
         "from NAME import Pair\n",
-        _BARE,
-        Call(
-            {"first": _X, "second": -_X},
-            {"first": -_X, "second": _X + 1},
-        ),
+        Call({"first": _X, "second": -_X}, {"first": -_X, "second": _X + 1}),
+        config=BARE,
     ),
-    _refused(
+    _scenario(
         "unknown_operator_of_torchscript",
         _trace,
         None,
-        "operator_of_torchscript::double. ",
-        _IMPORT,
+        load_error=("operator_of_torchscript::double. ", _IMPORT),
     ),
-    _refused(
-        "unknown_operator_of_program",
-        _export,
-        "import torch\n",
-        "check the warnings above",
-        _IMPORT,
+    _scenario(
+        "unknown_class",
+        _export_classes,
+        None,
+        load_error=("No module named 'unknown_class'", _IMPORT),
     ),
-    _refused("unknown_class", _export_classes, None, "No module named 'unknown_class'", _IMPORT),
     # Where the artifact can be loaded, a file that fails may have nothing to do with it.
     Scenario(
         "failing_import_of_another",

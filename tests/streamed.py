@@ -84,7 +84,7 @@ def run(model: Engine, *pairs: tuple[dict[str, Value], Recorder]) -> Streams:
 
 @dataclass(frozen=True)
 class Stream:
-    """A request, the responses to it in their order, and the error after them, if there is one."""
+    """A request, the responses to it in their order, and the error after them."""
 
     inputs: Arrays
     responses: Sequence[Arrays]
@@ -106,10 +106,9 @@ def config(
     inputs: dict[str, str], outputs: dict[str, str], *, rows: int = 0, more: str = _DECOUPLED
 ) -> str:
     """A config whose tensors have one value each (a row), of the types that are given."""
-    text = f'backend: "pytorch_py"\nmax_batch_size: {rows}\n'
-    text += "".join(scenarios.tensor("input", name, [1], kind) for name, kind in inputs.items())
-    text += "".join(scenarios.tensor("output", name, [1], kind) for name, kind in outputs.items())
-    return text + "instance_group [{ kind: KIND_CPU count: 1 }]\n" + more
+    taken: scenarios.Specs = {name: [kind, 1] for name, kind in inputs.items()}
+    given: scenarios.Specs = {name: [kind, 1] for name, kind in outputs.items()}
+    return scenarios.config(taken, given, max_batch_size=rows, more=more)
 
 
 def ints(*values: int) -> np.ndarray[Any, Any]:
@@ -183,135 +182,127 @@ class Plain(torch.nn.Module):
 """
 _COUNT = {"count": "INT32"}
 _Y = {"y": "FP32"}
-_SEVEN = Refused(500, ("model 'ticker': forward() raised ValueError: seven, see readme.txt.",))
+_SEVEN = "model 'ticker': forward() raised ValueError: seven, see readme.txt."
+_WIDER = "output 'y' is float32 [2]; expected float32 [1]"
+
+
+def _counted(count: int, responses: Sequence[Arrays], *says: str, **more: Any) -> Stream:
+    error = Refused(500, says) if says else None
+    return Stream({"count": ints(count), **more}, responses, error)
+
+
+def _multiples(*counts: int, error: Refused | None = None) -> Stream:
+    """Two rows, and their multiples up to counts that must be one number."""
+    factors = () if error else range(1, counts[0] + 1)
+    responses = [
+        {
+            "y": floats(factor, 2 * factor)[:, None],
+            "said": scenarios.strings(*[[f"{factor} times".encode()]] * 2),
+        }
+        for factor in factors
+    ]
+    return Stream({"x": floats(1, 2)[:, None], "count": ints(*counts)[:, None]}, responses, error)
+
+
+def _streamed(name: str, code: str, text: str, *streams: Stream) -> Streamed:
+    return Streamed(Scenario(name, scenarios.text(code), text), streams)
+
 
 TABLE = (
-    Streamed(
-        Scenario("ticker", scenarios.text(TICKER), config(_COUNT, _Y)),
-        (
-            Stream({"count": ints(3)}, _ticks(3)),
-            Stream({"count": ints(1)}, _ticks(1)),
-            Stream({"count": ints(0)}, []),
-            Stream(
-                {"count": ints(21)},
-                _ticks(2),
-                Refused(500, ("output 'y' is float32 [2]; expected float32 [1]",)),
-            ),
-            Stream({"count": ints(9)}, _ticks(7), _SEVEN),
-        ),
+    _streamed(
+        "ticker",
+        TICKER,
+        config(_COUNT, _Y),
+        *(_counted(count, _ticks(count)) for count in (3, 1, 0)),
+        _counted(21, _ticks(2), _WIDER),
+        _counted(9, _ticks(7), _SEVEN),
     ),
-    Streamed(
-        Scenario(
-            "asynchronous",
-            scenarios.text(ASYNCHRONOUS),
-            config(_COUNT, _Y)
-            + 'input [{ name: "pause" data_type: TYPE_FP32 dims: [1] optional: true }]\n',
-        ),
-        (
-            Stream({"count": ints(3)}, _ticks(3)),
-            Stream({"count": ints(2), "pause": floats(0.1)}, _ticks(2)),
-        ),
+    _streamed(
+        "asynchronous",
+        ASYNCHRONOUS,
+        config(_COUNT, _Y) + scenarios.tensors("input", {"pause": [1, "optional: true"]}),
+        _counted(3, _ticks(3)),
+        _counted(2, _ticks(2), pause=floats(0.1)),
     ),
-    Streamed(
-        Scenario(
-            "rows",
-            scenarios.text(ROWS),
-            config({"x": "FP32", "count": "INT32"}, {"y": "FP32", "said": "STRING"}, rows=4),
-        ),
-        (
-            Stream(
-                {"x": floats(1, 2)[:, None], "count": ints(2, 2)[:, None]},
-                [
-                    {
-                        "y": floats(factor, 2 * factor)[:, None],
-                        "said": np.array([[f"{factor} times".encode()]] * 2, dtype=np.object_),
-                    }
-                    for factor in (1, 2)
-                ],
-            ),
-            Stream(
-                {"x": floats(1, 2)[:, None], "count": ints(2, 3)[:, None]},
-                [],
-                Refused(400, ("input 'count' holds 2 values",)),
-            ),
-        ),
+    _streamed(
+        "rows",
+        ROWS,
+        config({"x": "FP32", "count": "INT32"}, {"y": "FP32", "said": "STRING"}, rows=4),
+        _multiples(2, 2),
+        _multiples(2, 3, error=Refused(400, ("input 'count' holds 2 values",))),
     ),
-    Streamed(
-        Scenario(
-            "continuous",
-            scenarios.text(CONTINUOUS),
-            config({"start": "FP32", "count": "INT32"}, _Y),
-        ),
-        (
-            Stream({"start": floats(5), "count": ints(3)}, _ticks(3, 5.0)),
-            Stream({"start": floats(5), "count": ints(0)}, []),
-            Stream(
-                {"start": floats(5), "count": ints(-1)},
-                [],
-                Refused(500, ("begin() raised ValueError: fewer than none",)),
-            ),
-            Stream(
-                {"start": floats(98), "count": ints(5)},
-                _ticks(2, 98.0),
-                Refused(500, ("step() raised ValueError: more than 99",)),
-            ),
-        ),
+    _streamed(
+        "continuous",
+        CONTINUOUS,
+        config({"start": "FP32", "count": "INT32"}, _Y),
+        _counted(3, _ticks(3, 5.0), start=floats(5)),
+        _counted(0, [], start=floats(5)),
+        _counted(-1, [], "begin() raised ValueError: fewer than none", start=floats(5)),
+        _counted(5, _ticks(2, 98.0), "step() raised ValueError: more than 99", start=floats(98)),
     ),
-    Streamed(
-        Scenario("plain", scenarios.text(PLAIN), config({"x": "FP32"}, _Y)),
-        (Stream({"x": floats(4)}, [{"y": floats(8)}]),),
+    _streamed(
+        "plain",
+        PLAIN,
+        config({"x": "FP32"}, _Y),
+        Stream({"x": floats(4)}, [{"y": floats(8)}]),
     ),
 )
 
 _NOT_DECOUPLED = "model_transaction_policy { decoupled: false }\n"
 _X = {"x": "FP32"}
-REFUSED = (
-    Scenario(
+_AUTOCAST = """
+import torch
+
+def forward(x):
+    with torch.autocast('cpu'):
+        yield x
+        yield x
+"""
+_AMISS = """
+from torch import nn
+
+class Amiss(nn.Module):
+    def begin(self, x):
+        return x
+
+    def step(self, states):
+        return [(None, states[0])]
+"""
+_REFUSED = (
+    (
         "stream_in_unary",
-        scenarios.text(TICKER),
+        TICKER,
         config(_COUNT, _Y, more=_NOT_DECOUPLED),
-        load_error=(
-            "forward() makes a stream of results, and the model is not decoupled",
-            "Write model_transaction_policy { decoupled: true } into config.pbtxt",
-        ),
+        "forward() makes a stream of results, and the model is not decoupled",
+        "Write model_transaction_policy { decoupled: true } into config.pbtxt",
     ),
-    Scenario(
+    (
         "steps_in_unary",
-        scenarios.text(CONTINUOUS),
+        CONTINUOUS,
         config({"start": "FP32", "count": "INT32"}, _Y, more=_NOT_DECOUPLED),
-        load_error=("makes a stream of results",),
+        "makes a stream of results",
     ),
-    Scenario(
-        "stream_of_a_factory",
-        scenarios.text(TICKER),
-        config(_COUNT, _Y, more="")
-        + 'parameters { key: "MODEL_FACTORY" value { string_value: "Ticker" } }\n',
-        load_error=("forward() makes a stream of results",),
-    ),
-    Scenario(
+    (
         "yields_in_autocast",
-        scenarios.text(
-            "import torch\n\n\ndef forward(x):\n    with torch.autocast('cpu'):\n"
-            "        yield x\n        yield x\n"
-        ),
+        _AUTOCAST,
         config(_X, _Y),
-        load_error=("the model yields within torch.autocast or a torch.device, or awaits there",),
+        "the model yields within torch.autocast or a torch.device, or awaits there",
     ),
-    Scenario(
+    (
         "yields_rubbish",
-        scenarios.text("def forward(x):\n    yield 'rubbish'\n"),
+        "def forward(x):\n    yield 'rubbish'\n",
         config(_X, _Y),
-        load_error=("output 'y' is a str", "the warm-up with x [1] failed"),
+        "output 'y' is a str",
+        "the warm-up with x [1] failed",
     ),
-    Scenario(
-        "steps_amiss",
-        scenarios.text(
-            "from torch import nn\n\n\nclass Amiss(nn.Module):\n"
-            "    def begin(self, x):\n        return x\n\n"
-            "    def step(self, states):\n        return [(None, states[0])]\n"
-        ),
+    (
+        "steps_amiss",  # one stream alone would do
+        _AMISS,
         config(_X, _Y),
-        # One stream alone would do.
-        load_error=("step() returned a list of 1 for 2 streams; expected a list with a pair",),
+        "step() returned a list of 1 for 2 streams; expected a list with a pair",
     ),
+)
+REFUSED = tuple(
+    Scenario(name, scenarios.text(code), text, load_error=tuple(says))
+    for name, code, text, *says in _REFUSED
 )

@@ -1,13 +1,8 @@
-"""Run the table of scenarios through the adapter, against the fake of Triton's utilities.
-
-`RECORDINGS=FOLDER pytest tests/test_scenarios.py` writes all outputs, bit for bit, into a file for
-each scenario. Two versions of the backend answer alike if `diff -r` finds no difference.
-"""
+"""Run the tables of scenarios through the adapter, against the fake of Triton's utilities."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,40 +26,21 @@ _STATUS = {
     fake_triton.TritonError.INVALID_ARG: 400,
     fake_triton.TritonError.UNAVAILABLE: 503,
 }
-
-
 _TABLE = scenarios.TABLE + kinds.TABLE + hooked.TABLE + registered.TABLE
-_OLD, _NEW = fake_triton.GENERATIONS
-# The newer utilities share most code paths: one scenario of each kind is enough.
-_NEWER = (
-    "script_by_name", "module_one", "factory", "every_type", "bytes_in_rows",
-    "optional_inputs", "padded", "poison", "state_oldest", "state_grows",
-)  # fmt: skip
 # On a server only: another model with the same settings of the compiler is compiled here.
 _ON_SERVER = "compiled"
 # They end the process that completes their config, or register an operator there.
 _IN_CHILD = ("complete_crashes", "class_of_program")
-_ROWS = [(scenario, _OLD) for scenario in _TABLE if scenario.name != _ON_SERVER]
-_ROWS += [(scenario, _NEW) for scenario in _TABLE if scenario.name in _NEWER]
+_ROWS = [scenario for scenario in _TABLE if scenario.name != _ON_SERVER]
 # Its bytes do not match its type.
 _UNREADABLE = Call({}, Refused(400, ()))
 
 
-@pytest.mark.parametrize(
-    ("scenario", "generation"), _ROWS, ids=[f"{row.name}-{release}" for row, release in _ROWS]
-)
+@pytest.mark.parametrize("scenario", _ROWS, ids=lambda row: row.name)
 def test_scenario(
-    scenario: Scenario,
-    generation: str,
-    tmp_path: Path,
-    process: None,
-    monkeypatch: pytest.MonkeyPatch,
+    scenario: Scenario, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each scenario behaves as the table says, with the oldest and the newest utilities.
-
-    Requests have the same answers alone, in a batch, and beside one that cannot be read.
-    """
-    fake_triton.become(generation, monkeypatch)
+    """Requests have the same answers alone, in a batch, and beside one that cannot be read."""
     if scenario.name not in _IN_CHILD:
         monkeypatch.setattr(child_process, "run", command_line.here)
     model = TritonPythonModel()
@@ -83,7 +59,6 @@ def test_scenario(
             _request(call, document, f"{scenario.name}-{place}") for place, call in enumerate(batch)
         ]
         for call, response in zip(batch, model.execute(requests), strict=True):
-            _record(f"{scenario.name}-{generation}", response)
             _check(call, response)
     log = "\n".join(text for _, text in fake_triton.Logger.lines)
     for part in scenario.logs:
@@ -127,18 +102,6 @@ def _value(tensor: Any) -> Any:
         return tensor.as_numpy()
     except fake_triton.TritonModelException:
         return torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
-
-
-def _record(name: str, response: Any) -> None:
-    folder = os.environ.get("RECORDINGS")
-    if folder:
-        error = response.error()
-        outcome = f"error {error.code()}" if error is not None else ""
-        for tensor in response.output_tensors():
-            value = _value(tensor)
-            outcome += f"{tensor.name()} {value.dtype} {[*value.shape]} {value.tolist()} "
-        with Path(folder, name).open("a", encoding="utf-8") as file:
-            file.write(f"{outcome}\n")
 
 
 def _check(call: Call, response: Any) -> None:

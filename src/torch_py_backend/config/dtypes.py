@@ -8,13 +8,7 @@ from torch_py_backend.errors import ConfigError
 
 
 class DType(NamedTuple):
-    """An element type.
-
-    Attributes:
-        triton: the name in requests and responses (`FP32`).
-        torch: the attribute of the torch module (`float32`), or None for strings.
-        numpy: numpy's name, or None where numpy has no such type.
-    """
+    """An element type: its name in requests (`FP32`), in torch (`float32`) and in numpy, if any."""
 
     triton: str
     torch: str | None
@@ -26,19 +20,11 @@ class DType(NamedTuple):
         return "TYPE_STRING" if self.triton == "BYTES" else f"TYPE_{self.triton}"
 
 
+_INTEGERS = ("UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64")
 TABLE = (
     DType("BOOL", "bool", "bool"),
-    DType("UINT8", "uint8", "uint8"),
-    DType("UINT16", "uint16", "uint16"),
-    DType("UINT32", "uint32", "uint32"),
-    DType("UINT64", "uint64", "uint64"),
-    DType("INT8", "int8", "int8"),
-    DType("INT16", "int16", "int16"),
-    DType("INT32", "int32", "int32"),
-    DType("INT64", "int64", "int64"),
-    DType("FP16", "float16", "float16"),
-    DType("FP32", "float32", "float32"),
-    DType("FP64", "float64", "float64"),
+    *(DType(name, name.lower(), name.lower()) for name in _INTEGERS),
+    *(DType(f"FP{bits}", f"float{bits}", f"float{bits}") for bits in (16, 32, 64)),
     DType("BF16", "bfloat16", None),
     DType("BYTES", None, "object"),
 )

@@ -30,12 +30,10 @@ class TensorSpec:
     """One input or output of the config.
 
     Attributes:
-        name: its name in requests.
         dims: its shape as the model sees it (after Triton's `reshape`), without the batch
             dimension; -1 means any size.
         optional: a request may leave it out.
         ragged: Triton batches requests that differ in its shape.
-        origin: its source, or its destination.
         reshaped: the config has a `reshape`: its shape in requests differs from `dims`.
     """
 
@@ -80,17 +78,12 @@ class ModelConfig:
     """The config of a model, as one instance has it.
 
     Attributes:
-        folder: the model's folder; `version_folder` contains the artifact.
-        version: the version, the name of a folder.
-        instance: the name of this instance.
         kind: `CPU`, `GPU` or `MODEL` (instance_group's KIND_).
         device_id: the GPU's ordinal for kind `GPU`.
         instances: the number of processes that serve this model on this machine.
         max_batch_size: the largest number of rows in a batch; 0: the model has no batch dimension.
-        default_model_filename: the file name of the artifact, if the config gives one.
         python_runtime: the model was written for the Python runtime of Triton's PyTorch backend.
         sequencing: the sequence settings; None: requests are independent of each other.
-        decoupled: a request may have any number of responses.
         dynamic_batching: Triton forms batches from requests of different clients.
         response_cache: Triton answers a request with the inputs of an earlier one by itself, if it
             has a cache.
@@ -139,9 +132,7 @@ class ModelConfig:
 def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     """Parse the arguments of Triton's `initialize`, with inputs and outputs if `complete`.
 
-    Raises:
-        ConfigError: the config uses what a Python-based backend does not support, lacks inputs or
-            outputs, has settings that conflict, or a value of a parameter is not accepted.
+    Raises ConfigError for what is not supported, missing, contradictory or not accepted.
     """
     document = json.loads(args["model_config"])
     if document.get("cc_model_filenames"):
@@ -211,7 +202,7 @@ def _specs(role: str, document: Document) -> list[TensorSpec]:
 
 
 def _batch_inputs(document: Document) -> Iterator[BatchInput]:
-    """Return the batch inputs, one for each target; Triton has checked them."""
+    """Yield the batch inputs, one for each target; Triton has checked them."""
     for entry in document.get("batch_input", ()):
         dtype = dtypes.parse("batch_input", entry["data_type"])
         for name in entry["target_name"]:

@@ -23,11 +23,9 @@ OPTIMIZATIONS = ("freeze", "channels_last", "bf16", "fp16")
 
 
 class Parser(NamedTuple):
-    """A conversion of a string to a value.
+    """Strings that are accepted, in words, and their conversion.
 
-    Attributes:
-        accepted: describes valid strings in messages.
-        parse: raises ValueError, KeyError, TypeError or RecursionError for other strings.
+    It raises ValueError, KeyError, TypeError or RecursionError for others.
     """
 
     accepted: str
@@ -57,10 +55,8 @@ def _is_a(*types: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types)
 
 
-boolean = _words(
-    "true, on, 1, false, off or 0",
-    {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False},
-)
+_BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+boolean = _words("true, on, 1, false, off or 0", _BOOLEANS)
 matmul_precision = _words(
     "highest, high or medium", {word: word for word in ("highest", "high", "medium")}
 )
@@ -205,8 +201,6 @@ class Options:
 
 
 class OptionRow(NamedTuple):
-    """One row of the table of parameters: its key, its default and its other keys."""
-
     key: str
     default: object
     parser: Parser
@@ -220,11 +214,7 @@ _ROWS = {key: row for row in TABLE for key in (row.key, *row.aliases)}
 
 
 def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
-    """Parse Triton's `parameters`; log a warning for each unknown key.
-
-    Raises:
-        ConfigError: a value is not accepted, or two keys of one option have different values.
-    """
+    """Parse Triton's `parameters`; log a warning for each unknown key."""
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, entry in parameters.items():

@@ -20,12 +20,7 @@ _ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}
 
 
 def read(folder: Path) -> JsonObject:
-    """Return the config of a model folder with Triton's defaults, also if there is no config.pbtxt.
-
-    Raises:
-        ConfigError: the file is not a valid config.pbtxt.
-        PlatformError: Triton's protobuf is not installed.
-    """
+    """Return the config of a model folder with Triton's defaults, also without a config.pbtxt."""
     protobuf, text_format, json_format = _protobuf()
     message = protobuf.ModelConfig()
     try:

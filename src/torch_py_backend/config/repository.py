@@ -17,11 +17,7 @@ def models(path: Path) -> list[Path]:
 
 
 def by_name(path: Path, required: Iterable[str] = ()) -> dict[str, Path]:
-    """Return a repository's model folders by name.
-
-    Raises:
-        ToolError: the path is itself a model, or the repository lacks a required model.
-    """
+    """Return a repository's model folders by name; raise ToolError if a required one is missing."""
     folders = {folder.name: folder for folder in models(path.resolve())}
     if path.resolve() in folders.values():
         raise ToolError(
@@ -48,11 +44,7 @@ def versions(folder: Path) -> list[str]:
 
 
 def latest(folder: Path, document: Document) -> str:
-    """Return the newest version of a model that its config serves.
-
-    Raises:
-        ConfigError: the model has none of them.
-    """
+    """Return the newest version of a model that its config serves; raise ConfigError for none."""
     served = document.get("version_policy", {}).get("specific", {}).get("versions", ())
     numbers = [number for number in versions(folder) if not served or number in served]
     if not numbers:

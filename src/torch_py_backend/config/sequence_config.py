@@ -20,7 +20,6 @@ class State(NamedTuple):
     Attributes:
         input: the name of the input of forward().
         output: the name of the output of the previous step.
-        dtype: its type.
         dims: its shape, without the batch dimension; -1 means any size.
         initial: its shape in the first step.
         file: the file with its bytes in the first step, in the folder `initial_state` of the model;
@@ -52,8 +51,6 @@ class SequenceConfig(NamedTuple):
 
     Attributes:
         idle_s: seconds without a request after which Triton ends a sequence.
-        controls: inputs that Triton adds to each request.
-        states: tensors that are kept between the requests of a sequence.
         direct: whether each sequence has a place in the batch: the strategy `direct`.
         most: the largest number of sequences that Triton runs on an instance at once.
     """
@@ -66,11 +63,7 @@ class SequenceConfig(NamedTuple):
 
 
 def parse(document: Document) -> SequenceConfig | None:
-    """Return the sequence settings of a model; None: its requests are independent of each other.
-
-    Raises:
-        ConfigError: `sequence_batching` uses what is not supported.
-    """
+    """Return the sequence settings of a model; None: its requests are independent of each other."""
     batching = document.get("sequence_batching")
     if batching is None:
         return None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch_py_backend.config.model_config import ModelConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True, slots=True)
-class Threads:
+class Threads(NamedTuple):
     """Numbers of threads: within one operator, and of operators in parallel."""
 
     intra_op: int
@@ -30,22 +29,16 @@ def budget(config: ModelConfig) -> Threads:
     )
 
 
-# The variables with which a user sets how long threads spin.
-_SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-_SPIN_COUNT = 4000
-
-
 def set_environment(threads: Threads) -> None:
     """Set the variables of OpenMP and MKL, which they read once.
 
     By default, waiting threads of PyTorch's OpenMP spin for milliseconds on a core. If another
-    process needs it, such as an instance of another model, an operator takes several times as long.
-    They sleep after some microseconds then.
+    instance needs it, an operator takes several times as long. They sleep after microseconds here.
     """
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads.intra_op)
-    if not any(variable in os.environ for variable in _SPINNING):
-        os.environ["GOMP_SPINCOUNT"] = str(_SPIN_COUNT)
+    if "OMP_WAIT_POLICY" not in os.environ:  # another way for a user to set it
+        os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 
 def available_cores(cgroup: Path = _CGROUP) -> int:
