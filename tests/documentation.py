@@ -1,5 +1,7 @@
 """The documentation as data: pages and their code blocks; and the table of options.
 
+`python tests/documentation.py` writes the table in docs/options.md.
+
 Every fenced block has a language, and one of these titles or none:
 
     title="model_repository/net/1/model.py"       the file that the block is
@@ -73,23 +75,25 @@ def blocks(page: Path) -> list[Block]:
     return result
 
 
-# --- the table of options --------------------------------------------------------------------
+# --- tables that are generated ----------------------------------------------------------------
+
+
+def generated(page: Path, name: str, new: str | None = None) -> str:
+    """Return the table between two comments of a page; write a new one there, if it is given."""
+    text = page.read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {name}:.*? -->\n(.*?)\n<!-- end of {name} -->", text, re.DOTALL)
+    assert found is not None
+    if new is not None:
+        page.write_text(text[: found.start(1)] + new + text[found.end(1) :], encoding="utf-8")
+    return found[1]
 
 
 def table() -> str:
     """Return the table of options: the code's options, with their meanings in the page."""
-    meanings = dict(re.findall(r'^\| <a id="(\w+)">.* \| (.+) \|$', table_in_page(), re.MULTILINE))
+    old = generated(OPTIONS, "options")
+    meanings = dict(re.findall(r'^\| <a id="(\w+)">.* \| (.+) \|$', old, re.MULTILINE))
     rows = [_row(row) + meanings.get(row.key.lower(), "") + " |" for row in TABLE]
     return "\n".join(["| option | value | default | meaning |", "|---|---|---|---|", *rows])
-
-
-_TABLE = re.compile(r"(<!-- options:[^\n]*-->\n)(.*?)(<!-- end of options -->)", flags=re.DOTALL)
-
-
-def table_in_page() -> str:
-    match = _TABLE.search(OPTIONS.read_text(encoding="utf-8"))
-    assert match is not None
-    return match[2].strip()
 
 
 def _row(row: OptionRow) -> str:
@@ -105,8 +109,4 @@ def _row(row: OptionRow) -> str:
 
 
 if __name__ == "__main__":
-    # python tests/documentation.py: write the table into the page.
-    written = OPTIONS.read_text(encoding="utf-8")
-    OPTIONS.write_text(
-        _TABLE.sub(lambda old: f"{old[1]}{table()}\n{old[3]}", written), encoding="utf-8"
-    )
+    generated(OPTIONS, "options", table())

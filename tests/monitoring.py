@@ -8,21 +8,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fixtures  # noqa: F401  the fake of Triton's utilities
 import promql_parser
 import yaml
+from documentation import DOCS, ROOT, generated
 
 from torch_py_backend.adapter import metrics as metric_families
 from torch_py_backend.adapter.metrics import Family
 
-ROOT = Path(__file__).parents[1]
 ALERTS = ROOT / "deploy" / "kustomize" / "base" / "alerts.yaml"
 SCALED_OBJECT = ROOT / "deploy/kustomize/components/keda/scaled-object.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "torch-py-backend.json"
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = DOCS / "metrics.md"
 # What Prometheus is told to call these servers.
 JOB = "torch-py-backend"
 # Prometheus' own, of every server that it asks.
@@ -96,7 +95,7 @@ def table() -> str:
 
 def written_by_hand() -> dict[str, list[str]]:
     """The models that report each metric, and what a change means."""
-    rows = [line.strip("| ").split(" | ") for line in table_in_page().splitlines()[2:]]
+    rows = [line.strip("| ").split(" | ") for line in generated(PAGE, "metrics").splitlines()[2:]]
     return {cells[0].split("`")[1]: cells[3:] for cells in rows}
 
 
@@ -107,15 +106,5 @@ def _row(row: Family) -> str:
     return f'| <a id="{name}"></a>`{row.name}` | {parts} | {row.doc}. | '
 
 
-_TABLE = re.compile(r"(<!-- metrics:[^\n]*-->\n)(.*?)(<!-- end of metrics -->)", flags=re.DOTALL)
-
-
-def table_in_page() -> str:
-    match = _TABLE.search(PAGE.read_text(encoding="utf-8"))
-    assert match is not None
-    return match[2].strip()
-
-
 if __name__ == "__main__":
-    written = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(_TABLE.sub(lambda old: f"{old[1]}{table()}\n{old[3]}", written), "utf-8")
+    generated(PAGE, "metrics", table())

@@ -6,6 +6,7 @@ started with `torch-py-backend serve`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -16,10 +17,13 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import commands
 import documentation
+import typer
 from documentation import PRINTS, ROOT, Block
+
+from torch_py_backend import cli
 
 _APP = "from torch_py_backend.cli import app; app()"
 _FREE = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
@@ -33,6 +37,37 @@ DOWNLOADS = "downloads a model"
 _SECONDS = 280
 _POLL_SECONDS = 0.1
 _URL = re.compile(r"localhost:(\d+)")
+_SERVICES = {"8000": "http", "8001": "grpc", "8002": "metrics", "8003": "health"}
+# Beside torch-py-backend; a reader's machine has them.
+_KNOWN = re.compile(r"pip|(.venv/bin/)?python|make|curl|mkdir|pytest|cp|mv|sed|sha256sum")
+
+
+# --- shell commands --------------------------------------------------------------------------
+
+
+def _commands(block: Block) -> list[list[str]]:
+    """The words of each command; without comments, and without variables set for it alone."""
+    joined = block.text.replace("\\\n", " ")
+    found = [shlex.split(line, comments=True) for line in joined.splitlines()]
+    starts = re.compile(r"[A-Z_]+=.*")
+    return [[*itertools.dropwhile(starts.fullmatch, words)] for words in found if words]
+
+
+def check_commands(block: Block) -> None:
+    """Refuse what the command line would refuse, and what the tests cannot run."""
+    for name, *arguments in filter(None, _commands(block)):
+        if name == "torch-py-backend":
+            group: Any = typer.main.get_command(cli.commands)
+            context = group.make_context(name, list(arguments))
+            told, command, rest = group.resolve_command(context, list(arguments))
+            command.make_context(told, rest)
+        else:
+            assert _KNOWN.fullmatch(name) or block.reason, (
+                f'{block.place}: {name} cannot be run; say why in the fence: title="Example: …"'
+            )
+
+
+# --- the reader ------------------------------------------------------------------------------
 
 
 def followed(page: Path) -> bool:
@@ -51,7 +86,7 @@ def serves(page: Path) -> bool:
 def _starts_server(block: Block) -> bool:
     if block.language == "python":
         return "torch_py_backend.serve(" in block.text
-    return any(words[:2] == ["torch-py-backend", "serve"] for words in commands.lines(block))
+    return any(words[:2] == ["torch-py-backend", "serve"] for words in _commands(block))
 
 
 def follow(page: Path, folder: Path, downloads: Mapping[str, str] | None = None) -> None:
@@ -94,7 +129,7 @@ class _Reader:
             elif block.runs and block.language == "python":
                 self._printed = self._run(block, sys.executable, "-c", self._here(block.text))
             elif block.runs:
-                self._printed = "".join(self._command(block, one) for one in commands.lines(block))
+                self._printed = "".join(self._command(block, one) for one in _commands(block))
 
     def _command(self, block: Block, words: Sequence[str]) -> str:
         name, *arguments = [self._here(word) for word in words]
@@ -155,11 +190,8 @@ class _Reader:
 
     def _here(self, text: str) -> str:
         """The text with the ports of the page's server."""
-        services = dict(
-            zip(map(str, commands.PORTS), ("http", "grpc", "metrics", "health"), strict=True)
-        )
         return _URL.sub(
-            lambda found: self._addresses.get(services.get(found[1], ""), found[0]), text
+            lambda found: self._addresses.get(_SERVICES.get(found[1], ""), found[0]), text
         )
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import commands
 import documentation
 import pytest
 import walkthrough
@@ -28,7 +27,7 @@ _every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 def test_table_of_options() -> None:
     """docs/options.md has the code's options; `python tests/documentation.py` adds new ones."""
-    assert documentation.table_in_page() == documentation.table()
+    assert documentation.generated(documentation.OPTIONS, "options") == documentation.table()
     assert " |  |" not in documentation.table()  # each has a meaning
 
 
@@ -41,7 +40,7 @@ def _check_text(block: Block) -> None:
 
 _CHECKS: dict[str, Callable[[Block], object]] = {
     "python": lambda block: ast.parse(block.text),
-    "sh": commands.check,
+    "sh": walkthrough.check_commands,
     "pbtxt": lambda _: None,  # test_configs
     "json": lambda block: json.loads(block.text),
     "yaml": lambda block: list(yaml.safe_load_all(block.text)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import monitoring
 import pytest
-from documentation import DOCS, ROOT
+from documentation import DOCS, ROOT, generated
 
 from scripts import check_pages
 from torch_py_backend.adapter import metrics as metric_families
@@ -69,5 +69,5 @@ def test_alerts_are_in_the_page() -> None:
 
 def test_table_of_metrics() -> None:
     """The page has every metric, as the code has it; `python tests/monitoring.py` writes it."""
-    assert monitoring.table_in_page() == monitoring.table()
+    assert generated(monitoring.PAGE, "metrics") == monitoring.table()
     assert all(all(cells) for cells in monitoring.written_by_hand().values())
