@@ -27,15 +27,20 @@ class Sum(nn.Linear):
 
 
 def _modules(package: str) -> list[str]:
-    """Return the names of a package and, except of the adapter, of its modules."""
     name = f"torch_py_backend.{package}"
     if package == "adapter":  # its modules are imported once torch is
         return [name]
     return [name, *(f"{name}.{one.name}" for one in pkgutil.iter_modules([_PACKAGE / package]))]
 
 
-def test_without_torch() -> None:
-    """Completing a config, the command line and the supervisor do not import torch."""
+def _prints(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_completion_commands_and_supervisor_do_not_import_torch() -> None:
     code = (
         "import importlib, sys\n"
         "sys.modules['triton_python_backend_utils'] = sys\n"
@@ -43,11 +48,7 @@ def test_without_torch() -> None:
         "    importlib.import_module(name)\n"
         "    assert 'torch' not in sys.modules, name\n"
     )
-    names = [name for package in _WITHOUT_TORCH for name in _modules(package)]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *names], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    _prints(code, *(name for package in _WITHOUT_TORCH for name in _modules(package)))
 
 
 def test_what_the_package_imports() -> None:
@@ -62,24 +63,20 @@ def test_what_the_package_imports() -> None:
         "print({'torch'} & set(sys.modules))\n"
         "print(package.save_model.__module__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n")[:3] == ["set()", "set()", "torch_py_backend.saving.save_model"]
+    assert _prints(code).split() == ["set()", "set()", "torch_py_backend.saving.save_model"]
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         torch_py_backend.nothing  # noqa: B018
 
 
-def test_public_names_without_the_extras() -> None:
-    """The extra that has what is missing is named."""
+def test_public_names_without_their_extra_say_which_to_install() -> None:
     code = (
         "import sys, torch_py_backend\n"
         "sys.modules['psutil'] = None\n"
         "try: torch_py_backend.serve\n"
         "except ImportError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == (
-        "torch_py_backend.serve needs psutil: pip install 'torch-py-backend[server]'.\n"
-    )
+    advice = "pip install 'torch-py-backend[server]'"
+    assert _prints(code) == f"torch_py_backend.serve needs psutil: {advice}.\n"
 
 
 # The compiler, and what only the command line and optional features need.
@@ -105,11 +102,5 @@ def test_what_an_eager_model_does_not_import(tmp_path: Path) -> None:
         # It takes a second to import: only models that are compiled wait for it.
         "assert 'torch._inductor' not in sys.modules"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path), *_NOT_NEEDED],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    told = _prints(code, str(Path(__file__).parent), str(tmp_path), *_NOT_NEEDED)
+    assert told.strip() == "[]"
