@@ -11,7 +11,7 @@ from typing import Any
 import models
 import scenarios
 import torch
-from scenarios import BARE, Call, Scenario, Writer, config, floats
+from scenarios import BARE, Call, Scenario, Writer, config, floats, option
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -162,7 +162,8 @@ TABLE = (
         _compile,
         "import NAME\n",
         *(_both(rows) for rows in (2, 1, 3, 8)),
-        config=config({name: [4] for name in _NESTED}, {"first": [4], "second": [4]}),
+        config=config({name: [4] for name in _NESTED}, {"first": [4], "second": [4]})
+        + option("BATCH_BUCKETS", "2"),
     ),
     # hooks.py registers it, and Triton names the artifact.
     _scenario(
