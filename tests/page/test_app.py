@@ -14,6 +14,7 @@ import pytest
 
 from torch_py_backend.page import app
 from torch_py_backend.page.app import Page, Snapshot
+from torch_py_backend.server import tritonserver
 
 _UNKNOWN = "the parameter X is unknown and ignored"
 _DOWN = "is down: no model.py"
@@ -27,20 +28,18 @@ class Probed:
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.snapshot = Snapshot(_MODELS, "", time.monotonic() + 1000, _WARNINGS)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
-        host, port = listener.getsockname()[:2]
-        self.address: tuple[str, int] = host, port
+        listener = tritonserver.listen(address, 0)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
         self.page = Page(listener, lambda: self.snapshot)
 
     def get(self, path: str = "/live", method: str = "GET") -> tuple[int, Any]:
-        client = http.client.HTTPConnection(self.address[0], self.address[1], timeout=60)
+        client = http.client.HTTPConnection(*self.address, timeout=60)
         with contextlib.closing(client):
             client.request(method, path)
             response = client.getresponse()
             body = response.read()
             is_json = response.getheader("Content-Type") == "application/json"
-            return response.status, json.loads(body or "null") if is_json else body.decode()
+            return response.status, json.loads(body or "null") if is_json else body
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=60)
@@ -62,7 +61,7 @@ def probed() -> Iterator[Probed]:
         ("/ready/gr%C3%BC%C3%9Fe", 200, {"ready": True}),
         ("/ready/b", 503, {"ready": False, "reason": _DOWN}),
         ("/ready/x", 404, {"ready": False, "reason": "no such model should serve"}),
-        ("/", 404, "Not Found"),
+        ("/", 404, b"Not Found"),
     ],
 )
 def test_paths(path: str, status: int, body: object, probed: Probed) -> None:
@@ -102,16 +101,10 @@ def test_the_port_is_free_again_although_a_client_is_connected(address: str) -> 
         probed.connect()
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\r\n\r\n",
-        b"\0" * 1000,
-        b"POST /ready HTTP/1.1\r\nContent-Length: 9\r\n\r\n",
-        b"G" * 99999,
-    ],
-)
+_POST = b"POST /ready HTTP/1.1\r\nContent-Length: 9\r\n\r\n"
+
+
+@pytest.mark.parametrize("data", [b"", b"\r\n\r\n", b"\0" * 1000, _POST, b"G" * 99999])
 def test_malformed_requests_are_harmless(
     data: bytes, probed: Probed, capfd: pytest.CaptureFixture[str]
 ) -> None:

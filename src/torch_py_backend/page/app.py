@@ -67,11 +67,7 @@ class Snapshot:
 
 
 class Page:
-    """The HTTP server of these endpoints, as a context manager.
-
-    Args:
-        listener: a socket that listens; closed at the end.
-        snapshot: returns the readiness of the models.
+    """The HTTP server of these endpoints, as a context manager, which closes its listener.
 
     Attributes:
         stopping: whether the endpoints report that nothing is ready, since the server is stopped.

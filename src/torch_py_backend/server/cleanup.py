@@ -35,9 +35,6 @@ class ServerFolder:
     Attributes:
         prefix: the prefix of the names of its regions of shared memory.
         path: its temporary folder, with the `status` files of its instances and its `backends`.
-
-    Raises:
-        OSError: /dev/shm is full, or cannot be written.
     """
 
     def __init__(self) -> None:

@@ -67,11 +67,7 @@ def install(backends: Path, name: str) -> Path:
 
 
 def uninstall(backends: Path, name: str) -> bool:
-    """Remove the backend folder `backends/name`; return whether it existed.
-
-    Raises:
-        ToolError: the folder holds files that are not of this backend.
-    """
+    """Remove the backend folder `backends/name`; return whether it existed."""
     if not _NAME.fullmatch(name):
         raise ToolError(f"--name is '{name}'; expected letters, digits, _ and -.")
     target = backends / name
@@ -99,8 +95,7 @@ class TritonInstallation:
         stub: the executable that runs Python models, built for this version of Python.
 
     Raises:
-        ToolError: no tritonserver is installed, or it lacks the Python backend or a stub for this
-            Python.
+        ToolError: none is installed, or it lacks the Python backend or a stub for this Python.
     """
 
     def __init__(self, executable: Path | None = None) -> None:
@@ -149,11 +144,7 @@ class TritonInstallation:
         shutil.copytree(ours, backends / "pytorch", copy_function=os.link)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables with which the server finds its libraries and this Python.
-
-        Raises:
-            ToolError: there is no `python3` beside this interpreter that is the same interpreter.
-        """
+        """Return the variables with which the server finds its libraries and this Python."""
         folder = Path(sys.executable).parent
         python3 = folder / "python3"
         if python3.resolve() != Path(sys.executable).resolve():

@@ -34,10 +34,6 @@ class Serving:
         server: the tritonserver; its log can be set until it runs.
         supervisor: the supervisor of its models, while it runs.
         health_address: host and port of the endpoints for probes, while it runs.
-
-    Raises:
-        ToolError: an argument cannot be used, or there is no tritonserver.
-        OSError: a port is taken.
     """
 
     repository: Path
@@ -90,9 +86,6 @@ class Serving:
 
         Returns:
             The exit code of a tritonserver that has ended by itself; None: `is_over`.
-
-        Raises:
-            ToolError: the server cannot start.
         """
         listener = tritonservers.listen(self.address, self.ports[3])
         port = listener.getsockname()[1]

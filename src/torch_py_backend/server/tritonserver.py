@@ -69,7 +69,6 @@ class Server:
 
     Attributes:
         ports: those of HTTP, gRPC and metrics; 0 takes a free one.
-        executable: the tritonserver to use; None: search for one.
         arguments: more arguments for tritonserver; they override others.
         key: the key of the endpoints that the arguments restrict.
         exit_seconds: how long it waits for models in use when it is stopped.
@@ -128,12 +127,7 @@ class Server:
         return f": {self.log}" if self.log else ""
 
     def __enter__(self) -> Self:
-        """Start the server, which loads its models before it listens.
-
-        Raises:
-            ToolError: the server cannot run on this machine.
-            OSError: the temporary folder or /dev/shm is full, or cannot be written.
-        """
+        """Start the server, which loads its models before it listens."""
         variables = self._triton.environment() | self.variables
         for path in (self.repository, tempfile.gettempdir()):
             self._triton.refuse_in_shell(str(path))
@@ -177,10 +171,7 @@ class Server:
     def wait_loaded(self, is_over: Callable[[], bool] = lambda: False) -> list[ModelState]:
         """Wait until the server has tried to load its models, and return their states.
 
-        No states are returned if `is_over` is true.
-
-        Raises:
-            ToolError: the server has ended.
+        No states are returned if `is_over` is true. A server that has ended is a ToolError.
         """
         while not is_over():
             if (code := self.process.poll()) is not None:
@@ -226,10 +217,7 @@ def create_log() -> Path:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return what `serve` uses of the arguments for tritonserver.
-
-    Returns:
-        `load_model`, the models to load; `exit_timeout_secs`; and `others`, all other arguments.
+    """Return `load_model` and `exit_timeout_secs`, which `serve` uses, and the `others`.
 
     Raises:
         ToolError: an argument cannot be used with `serve`.
@@ -282,12 +270,7 @@ def choose_ports(address: str, ports: Sequence[int]) -> list[int]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on a port, as Triton does; 0 is any port.
-
-    Raises:
-        OSError: the port is taken or not allowed for this user, or the address is not of this
-            machine.
-    """
+    """Listen on a port, as Triton does; 0 is any port."""
     is_6 = ":" in address
     family = socket.AF_INET6 if is_6 else socket.AF_INET
     # The address :: is all addresses of both families, as for Triton.
