@@ -20,8 +20,7 @@ _OF_TARGETS = {"job", "instance", "namespace", "pod"}
 
 
 @pytest.mark.parametrize("place", _QUERIES)
-def test_query(place: str) -> None:
-    """Prometheus can read it, and of this backend it names what there is, with labels it has."""
+def test_prometheus_can_read_a_query_which_names_what_there_is(place: str) -> None:
     selectors = list(monitoring.selectors(_QUERIES[place]))
     assert selectors
     for selector in selectors:
@@ -34,8 +33,7 @@ def test_query(place: str) -> None:
         assert labels <= _OF_TARGETS | set(row.labels if row else ())
 
 
-def test_every_metric_is_on_the_dashboard() -> None:
-    """Every metric of this backend is in a query."""
+def test_every_metric_is_in_a_query() -> None:
     named = {str(one.name) for query in _QUERIES.values() for one in monitoring.selectors(query)}
     assert metric_families.BY_NAME.keys() <= named
 

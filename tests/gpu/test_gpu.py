@@ -65,7 +65,6 @@ class Served:
 
 
 def _outputs(response: Any) -> dict[str, Tensor]:
-    """Return the outputs, where they are."""
     assert response.error() is None, response.error().message()
     return {
         tensor.name(): torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
@@ -87,8 +86,7 @@ _TABLE = (
 
 
 @pytest.mark.parametrize("scenario", _TABLE, ids=lambda one: one.name)
-def test_scenario_on_the_gpu(scenario: Scenario, tmp_path: Path, process: None) -> None:
-    """What the table says happens, with KIND_GPU; states stay there from step to step."""
+def test_the_table_holds_on_the_gpu(scenario: Scenario, tmp_path: Path, process: None) -> None:
     served = Served(tmp_path, scenario)
     for call in scenario.calls:
         (response,) = served.model.execute([served.request(call.inputs, call.turn)])
@@ -104,8 +102,7 @@ def test_scenario_on_the_gpu(scenario: Scenario, tmp_path: Path, process: None) 
 
 
 @_CUDA
-def test_states_are_on_the_gpu() -> None:
-    """What is kept of a sequence never leaves the device."""
+def test_states_of_sequences_stay_on_the_gpu() -> None:
     settings = stateful.config(stateful.make_state())
     served = stateful.Served(settings, models.Accumulate(), "cuda")
     for flags in ("s", "", ""):
@@ -188,8 +185,9 @@ _GRAPHS = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "cudagraphs"}'}
         pytest.param(_GRAPHS, id="CUDA graphs", marks=_CUDA),
     ],
 )
-def test_alone_and_in_a_batch(parameters: dict[str, str], tmp_path: Path, process: None) -> None:
-    """A request has the same answer in a batch; the next batch does not change a response."""
+def test_an_answer_is_the_same_in_a_batch_and_not_changed_by_the_next_one(
+    parameters: dict[str, str], tmp_path: Path, process: None
+) -> None:
     served = Served(tmp_path, Scenario("net", _AFFINE, scenarios.x_to_y(3, **parameters)))
     batches = [
         [torch.from_numpy(scenarios.floats(rows, 4, seed=seed))] * (2 if rows < 5 else 1)
@@ -351,8 +349,9 @@ def _used(start: Start, folder: Path, write: Callable[[Path], None], shared: str
 @_CUDA
 @pytest.mark.slow
 @pytest.mark.parametrize("write", [_module, _script, _program])
-def test_weights_are_on_the_gpu_once(write: Callable[[Path], None], tmp_path: Path) -> None:
-    """Of four instances, three have no weights of their own there; values are equal."""
+def test_weights_of_four_instances_are_on_the_gpu_once(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
     with starting(tmp_path) as start:
         private = _used(start, tmp_path, write, "false")
         shared = _used(start, tmp_path, write, "true")
@@ -361,8 +360,7 @@ def test_weights_are_on_the_gpu_once(write: Callable[[Path], None], tmp_path: Pa
 
 @_CUDA
 @pytest.mark.slow
-def test_the_owner_of_weights_killed(tmp_path: Path) -> None:
-    """No answer is wrong; afterwards the others refuse all requests."""
+def test_without_the_owner_of_their_weights_the_others_refuse_all_requests(tmp_path: Path) -> None:
     with starting(tmp_path) as start:
         owner, *others = _sharing(start, tmp_path, _module, "true", "abc")
         ((expected,), _) = json.loads(owner.ask("[1.0]"))

@@ -70,7 +70,6 @@ def _lay_out(scenario: Scenario, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server with all models of this file."""
     folder = tmp_path_factory.mktemp("gpu")
     for scenario in (*_SINGLE, *(one.scenario for one in _STREAMED), _SHARED, _ON_GPU):
         _lay_out(scenario, folder)
@@ -79,8 +78,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 @pytest.mark.parametrize("scenario", _SINGLE, ids=lambda one: one.name)
-def test_answers(scenario: Scenario, serving: Serving) -> None:
-    """What the table of scenarios says happens, sequences included."""
+def test_the_table_of_scenarios(scenario: Scenario, serving: Serving) -> None:
     state = serving.states[scenario.name]
     assert state.ready, state.reason
     for call in scenario.calls:
@@ -88,24 +86,21 @@ def test_answers(scenario: Scenario, serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("one", _STREAMED, ids=lambda one: one.scenario.name)
-def test_streams(one: streamed.Streamed, serving: Serving) -> None:
-    """A decoupled model sends each of its responses."""
+def test_the_table_of_streams(one: streamed.Streamed, serving: Serving) -> None:
     client = grpc_streams.connect(serving.server)
     for stream in one.streams:
         grpc_streams.check(client, one.scenario.name, stream)
     client.channel.close()
 
 
-def test_shared_weights(serving: Serving) -> None:
-    """Two instances with one copy of the weights answer at the same time."""
+def test_instances_with_one_copy_of_the_weights_answer_at_the_same_time(serving: Serving) -> None:
     serving.check_together("shared", [Call({"x": _X}, {"y": _Y})] * 32)
     if not _ON_CPU:
         assert serving.log.count("owns the weights") == 1
 
 
 @_CUDA
-def test_cuda_shared_memory(serving: Serving) -> None:
-    """Inputs and outputs of a client stay on the GPU."""
+def test_a_client_s_cuda_shared_memory_has_inputs_and_outputs(serving: Serving) -> None:
     try:
         from tritonclient.utils import cuda_shared_memory as memory
     except (ImportError, RuntimeError) as error:  # its own error without cuda-bindings

@@ -68,25 +68,21 @@ def _accuracy(logits: FloatArray, digits: Digits) -> float:
         ("digits_aoti", "INPUT__0", "OUTPUT__0"),
     ],
 )
-def test_forms_of_one_network(
+def test_forms_of_one_network_have_the_same_logits_and_classify_held_out_digits(
     serving: Serving, digits: Digits, model: str, input_name: str, output: str
 ) -> None:
-    """Every form of one network returns the same logits, and classifies held-out digits."""
     expected = _logits(serving, "digits", "image", "logits", digits.images)
     logits = _logits(serving, model, input_name, output, digits.images)
     assert _accuracy(logits, digits) >= REQUIRED_ACCURACY
     np.testing.assert_allclose(logits, expected, atol=_LOGITS_TOLERANCE, rtol=0)
 
 
-def test_linear_model(serving: Serving, digits: Digits) -> None:
-    """A class of torch with weights from a file classifies held-out digits."""
+def test_a_class_of_torch_with_weights_classifies(serving: Serving, digits: Digits) -> None:
     logits = _logits(serving, "digits_factory", "input", "logits", digits.images)
     assert _accuracy(logits, digits) >= REQUIRED_LINEAR_ACCURACY
 
 
-def test_row_by_row(serving: Serving, digits: Digits) -> None:
-    """The recurrent network classifies digits that it gets row by row, in sequences at a time."""
-
+def test_digits_that_come_row_by_row_in_sequences_at_once(serving: Serving, digits: Digits) -> None:
     def read(number: int) -> FloatArray:
         rows = digits.images[number, 0]
         for place, row in enumerate(rows):
@@ -109,8 +105,9 @@ def _files(*contents: bytes) -> dict[str, Any]:
     return {"image": np.array([[content] for content in contents], dtype=np.object_)}
 
 
-def test_image_files(serving: Serving, digits: Digits) -> None:
-    """PNG files in, labels out; a file that is no image is refused alone."""
+def test_png_files_in_labels_out_and_a_file_that_is_no_image_is_refused_alone(
+    serving: Serving, digits: Digits
+) -> None:
     labels = []
     for image in digits.images[:, 0]:
         file = BytesIO()

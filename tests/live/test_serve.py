@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
-import subprocess
-import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import living
@@ -19,34 +19,41 @@ import supervised
 import torch
 import tritonclient.grpc
 import tritonclient.http
+from instances import named
+from supervised import Supervised
 
 import torch_py_backend
-from torch_py_backend.server import installation
+from torch_py_backend.errors import ToolError
+from torch_py_backend.server import Server
 
 # Configs of models that Triton itself refuses.
 _REFUSED = {
     "misspelt": 'backend: "torch_py_backend"\n' + scenarios.x_to_y().partition("\n")[2],
     "unreadable": 'backend: "pytorch_py"\ninput [{ name: }]\n',
 }
+_UNKNOWN = 'parameters { key: "NUM_THREAD" value { string_value: "1" } }\n'
 # Not every machine has IPv6.
 _LOOPBACK = "::1" if Path("/proc/net/if_inet6").exists() else "127.0.0.1"
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    folder = tmp_path / "repository"
+def _lay_out(folder: Path) -> Path:
     for name in ("function", "syntax_error"):
-        next(one for one in scenarios.TABLE if one.name == name).lay_out(folder)
-    for name, text in _REFUSED.items():
-        (folder / name).mkdir()
-        (folder / name / "config.pbtxt").write_text(text)
-    (folder / "misspelt" / "1").mkdir()
+        named(name).lay_out(folder)
     return folder
 
 
-def test_serves_and_leaves_nothing(repository: Path) -> None:
-    """One line a model, answers over both protocols, and nothing left after signals."""
-    with supervised.serve(repository, verbose="", TMPDIR=str(repository.parent)) as served:
+def test_serves_drains_and_leaves_nothing(tmp_path: Path) -> None:
+    """One line a model, answers over both protocols, also over IPv6, and nothing left at the end.
+
+    With --drain, readiness ends at once, and what still comes is answered.
+    """
+    repository = _lay_out(tmp_path / "repository")
+    for name, text in _REFUSED.items():
+        (repository / name).mkdir()
+        (repository / name / "config.pbtxt").write_text(text)
+    (repository / "misspelt" / "1").mkdir()
+    options = ("--drain=5", f"--address={_LOOPBACK}")
+    with supervised.serve(repository, *options, verbose="", TMPDIR=str(tmp_path)) as served:
         served.wait_loaded()
         text, family, prefix = served.log, served.family(), served.prefix()
         assert "READY   function 1\n" in text
@@ -63,18 +70,19 @@ def test_serves_and_leaves_nothing(repository: Path) -> None:
         log = Path(match[1])
         assert "Started GRPCInferenceService" in log.read_text()
         assert supervised.regions(prefix)
-        for module, address in (
-            (tritonclient.http, served.http),
-            (tritonclient.grpc, served.grpc),
-        ):
-            client = module.InferenceServerClient(address)
-            inputs = serving.infer_inputs(module, {"x": np.ones((1, 4), dtype=np.float32)})
+        with tritonclient.http.InferenceServerClient(served.http) as client:
+            x = np.ones((1, 4), dtype=np.float32)
+            inputs = serving.infer_inputs(tritonclient.http, {"x": x})
             answer = client.infer("function", inputs).as_numpy("y")
-            assert answer.tolist() == [[2.0] * 4]
-            client.close()
+        assert answer.tolist() == [[2.0] * 4]
         served.skip_log()
+        served.process.send_signal(signal.SIGINT)
+        stopping = {"ready": False, "reason": "the server is being stopped"}
+        supervised.until(lambda: served.ask("/ready/function") == (503, stopping), served)
+        assert served.infer("function", 1.0) == [2.0] * 4
+        assert served.ask("/live")[0] == 200
         # An impatient second signal, as `timeout` sends it, does not interrupt the stopping.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             served.process.send_signal(number)
         assert served.process.wait(120) == 0
         assert served.text == "stopped\n"
@@ -83,69 +91,72 @@ def test_serves_and_leaves_nothing(repository: Path) -> None:
         assert supervised.regions(prefix) == []
 
 
-def test_warnings_of_a_load(repository: Path) -> None:
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = _lay_out(tmp_path_factory.mktemp("serve"))
+    function = named("function")
+    cached = f"{function.config}response_cache {{ enable: true }}\n{_UNKNOWN}"
+    dataclasses.replace(function, name="cached", config=cached).lay_out(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reloading(repository: Path) -> Iterator[Supervised]:
+    """A server that loads what is changed, and has a response cache."""
+    cache = ["--cache-config=local,size=1048576"]
+    with supervised.serve(repository, "--reload", triton=cache) as served:
+        served.wait_loaded()
+        yield served
+
+
+def test_the_response_cache_of_triton_answers(reloading: Supervised) -> None:
+    for value in (1.0, 2.0, 1.0):
+        assert reloading.infer("cached", value) == [2.0 * value] * 4
+    with tritonclient.grpc.InferenceServerClient(reloading.grpc) as client:
+        statistics = client.get_inference_statistics("cached", as_json=True)
+    assert statistics["model_stats"][0]["inference_stats"]["cache_hit"]["count"] == "1"
+
+
+def test_warnings_of_a_load(reloading: Supervised, repository: Path) -> None:
     """They are printed beside READY, and /ready/MODEL has them as long as they are true."""
-    path = repository / "function" / "config.pbtxt"
-    good = path.read_text()
-    path.write_text(good + 'parameters { key: "NUM_THREAD" value { string_value: "1" } }\n')
     warning = "the parameter NUM_THREAD is unknown and ignored. Did you mean NUM_THREADS?"
-    line = f"\nREADY   function 1\nWARNING function: {warning}\n"
-    ready = 200, {"ready": True, "warnings": [warning]}
-    with supervised.serve(repository, "--reload") as served:
-        served.wait_loaded()
-        assert line in served.text
-        assert served.ask("/ready/function") == ready
-        served.skip_log()
-        path.write_text(good)
-        supervised.until(lambda: "READY   function 1: reloaded" in served.text, served)
-        supervised.until(lambda: served.ask("/ready/function") == (200, {"ready": True}), served)
-        assert "\nWARNING" not in served.text
+    assert f"\nREADY   cached 1\nWARNING cached: {warning}\n" in reloading.log
+    assert reloading.ask("/ready/cached") == (200, {"ready": True, "warnings": [warning]})
+    reloading.skip_log()
+    path = repository / "cached" / "config.pbtxt"
+    path.write_text(path.read_text().replace(_UNKNOWN, ""))
+    supervised.until(lambda: "READY   cached 1: reloaded" in reloading.text, reloading)
+    supervised.until(lambda: reloading.ask("/ready/cached") == (200, {"ready": True}), reloading)
+    assert "\nWARNING" not in reloading.text
 
 
-def test_requests_are_taken_while_it_drains(repository: Path) -> None:
-    """With --drain, SIGTERM ends readiness at once; what still comes is answered, then it ends.
-
-    Over IPv6, too.
-    """
-    with supervised.serve(repository, "--drain=10", f"--address={_LOOPBACK}") as served:
-        served.wait_loaded()
-        served.process.send_signal(signal.SIGTERM)
-        stopping = {"ready": False, "reason": "the server is being stopped"}
-        supervised.until(lambda: served.ask("/ready/function") == (503, stopping), served)
-        assert served.infer("function", 1.0) == [2.0] * 4
-        assert served.ask("/live")[0] == 200
-        assert served.process.wait(60) == 0
-
-
-def test_reload(repository: Path) -> None:
-    """A changed model replaces the one that serves when it is READY; a broken one does not."""
+def test_a_changed_model_replaces_the_one_that_serves_once_it_is_ready(
+    reloading: Supervised, repository: Path
+) -> None:
+    """A broken one does not; one that could not be loaded at the start is, when corrected."""
     source = repository / "function" / "1" / "model.py"
     text = source.read_text()
     assert "x * 2" in text
-    with supervised.serve(repository, "--reload") as served:
-        served.wait_loaded()
-        values: list[list[float]] = []
-        for factor, event in (
-            ("x * 3", "READY +function 1: reloaded"),
-            ("x * (", "FAILED +function 1:"),
-        ):
-            served.skip_log()
-            source.write_text(text.replace("x * 2", factor))
+    values: list[float] = []
+    for factor, event in (
+        ("x * 3", "READY +function 1: reloaded"),
+        ("x * (", "FAILED +function 1:"),
+    ):
+        reloading.skip_log()
+        source.write_text(text.replace("x * 2", factor))
 
-            def answered(event: str = event) -> object:
-                values.append(served.infer("function", 1.0))  # raises if no model serves
-                return re.search(rf"CHANGED function[\s\S]*{event}.*", served.text)
+        def answered(event: str = event) -> object:
+            values.append(reloading.infer("function", 1.0)[0])  # raises if no model serves
+            return re.search(rf"CHANGED function[\s\S]*{event}.*", reloading.text)
 
-            line = supervised.until(answered, served)[0]
-        assert "SyntaxError" in line
-        assert [value[0] for value in values] == sorted(value[0] for value in values)
-        assert {value[0] for value in values} == {2.0, 3.0}
-        assert served.infer("function", 1.0) == [3.0] * 4
-        # A model that could not be loaded at the start, and is corrected.
-        broken = repository / "syntax_error" / "1" / "model.py"
-        broken.write_text(text)
-        supervised.until(lambda: re.search(r"READY +syntax_error 1", served.text), served)
-        assert served.infer("syntax_error", 1.0) == [2.0] * 4
+        line = supervised.until(answered, reloading)[0]
+    assert "SyntaxError" in line
+    assert values == sorted(values)
+    assert {*values} == {2.0, 3.0}
+    assert reloading.infer("function", 1.0) == [3.0] * 4
+    (repository / "syntax_error" / "1" / "model.py").write_text(text)
+    supervised.until(lambda: re.search(r"READY +syntax_error 1", reloading.text), reloading)
+    assert reloading.infer("syntax_error", 1.0) == [2.0] * 4
 
 
 def test_an_empty_repository(tmp_path: Path) -> None:
@@ -157,64 +168,33 @@ def test_an_empty_repository(tmp_path: Path) -> None:
         assert "is Triton's log" not in served.text
 
 
-_ENDS = "ended with exit code 1: "
-
-
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("--no-such-option", f"{_ENDS}unrecognized option '--no-such-option'"),
-        ("--cache-config=x", f'{_ENDS}Bad option: "--cache-config". No cache specified.'),
-        ("--http-address=1.2.3.4", f"{_ENDS}failed to start HTTP service: Unavailable - Socket"),
-        ("--cache-config=none,size=1", f"{_ENDS}creating server: Invalid argument - unable to"),
+        ("--no-such-option", "unrecognized option '--no-such-option'"),
+        ("--cache-config=x", 'Bad option: "--cache-config". No cache specified.'),
+        ("--http-address=1.2.3.4", "failed to start HTTP service: Unavailable - Socket"),
+        ("--cache-config=none,size=1", "creating server: Invalid argument - unable to"),
     ],
 )
-def test_a_server_that_cannot_start(argument: str, says: str, repository: Path) -> None:
-    """A wrong argument for tritonserver is an error with Triton's words, not a wait for ever."""
-    folder = str(repository.parent)  # the log stays
-    with supervised.serve(repository, verbose="", triton=[argument], TMPDIR=folder) as served:
-        assert served.process.wait(120) == 1
-        assert f"error: tritonserver {says}" in served.log
-        log = re.search(r"; its log says more: (\S+)\.\n", served.log)
-    assert log
-    assert Path(log[1]).is_file()
+def test_why_a_server_cannot_start_is_said_in_its_words(
+    argument: str, says: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "server.log"
+    with (
+        Server(tmp_path, arguments=[argument], log=log) as server,
+        pytest.raises(ToolError) as error,
+    ):
+        server.wait_loaded()
+    assert str(error.value).startswith(f"tritonserver ended with exit code 1: {says}")
+    assert str(error.value).endswith(f"; its log says more: {log}.")
 
 
-def test_response_cache(repository: Path) -> None:
-    """The cache of Triton's guide is found where tritonserver is installed, and answers."""
-    path = repository / "function" / "config.pbtxt"
-    path.write_text(path.read_text() + "response_cache { enable: true }\n")
-    with supervised.serve(repository, triton=["--cache-config=local,size=1048576"]) as served:
-        served.wait_loaded()
-        for value in (1.0, 2.0, 1.0):
-            assert served.infer("function", value) == [2.0 * value] * 4
-        with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
-            statistics = client.get_inference_statistics("function", as_json=True)
-        assert statistics["model_stats"][0]["inference_stats"]["cache_hit"]["count"] == "1"
-
-
-@pytest.mark.skipif(
-    "pytriton" not in installation.TritonInstallation().executable.parts,
-    reason="a fault of servers up to 24.10; newer ones serve models with numpy 2",
-)
-def test_numpy_too_new_for_the_stub(tmp_path: Path) -> None:
-    """Numpy 2 under a stub of 24.10 would garble tensors; the load is refused instead."""
-    scenarios.Scenario("negate", scenarios.python(models.Negate), scenarios.x_to_y()).lay_out(
-        tmp_path / "repository"
-    )
-    python = _environment_with_numpy_2(tmp_path / "venv")
-    with supervised.serve(tmp_path / "repository", python=python) as served:
-        served.wait_loaded()
-        assert re.search(r"FAILED +negate 1: .*numpy 2\.\S+ garbles tensors", served.log)
-        assert "Install numpy<2" in served.log
-        assert "no model serves; listening on" in served.log
-
-
-def test_a_stub_without_torch(tmp_path: Path) -> None:
-    """The Python that lacks it is named, with the command that installs it."""
-    scenarios.Scenario("negate", scenarios.python(models.Negate), scenarios.x_to_y()).lay_out(
-        tmp_path / "repository"
-    )
+def test_a_python_without_torch_is_named(tmp_path: Path) -> None:
+    """With the command that installs it: importing our own code there does not fail before."""
+    config = scenarios.x_to_y()
+    negate = scenarios.Scenario("negate", scenarios.python(models.Negate), config)
+    negate.lay_out(tmp_path / "repository")
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python3"
     site = next(tmp_path.glob("venv/lib/python*/site-packages"))
@@ -228,17 +208,4 @@ def test_a_stub_without_torch(tmp_path: Path) -> None:
             f"FAILED  negate 1: {python}, which Triton's stub runs, has no torch."
             f" Run {python} -m pip install torch\n"
         ) in served.log
-
-
-def _environment_with_numpy_2(folder: Path) -> Path:
-    """This environment, but for its numpy."""
-    venv.create(folder, symlinks=True)
-    python = folder / "bin" / "python3"
-    site = Path(next(folder.glob("lib/python*/site-packages")))
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--target", site, "numpy>=2,<2.3"],
-        check=True,
-    )
-    ours = [path for path in sys.path if path.endswith(("site-packages", "src"))]
-    (site / "ours.pth").write_text("\n".join(ours) + "\n")
-    return python
+        assert "no model serves; listening on" in served.log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import living
 import models
@@ -27,9 +25,15 @@ from tritonclient.utils import InferenceServerException
 import torch_py_backend
 from torch_py_backend import LocalServer
 from torch_py_backend.errors import InputError, ToolError
-from torch_py_backend.saving.module_files import Format
 
-_FORMATS: tuple[Format, ...] = ("module", "export")
+_HALVES = scenarios.Scenario(
+    "half",
+    scenarios.python(models.Times),
+    scenarios.config({}, {})
+    + scenarios.tensor("input", "x", [4], "BF16")
+    + scenarios.tensor("input", "factor", [4], "BF16")
+    + scenarios.tensor("output", "y", [4], "BF16"),
+)
 _COUNTS = scenarios.Scenario(
     "counts",
     scenarios.text("def forward(x):\n    for number in range(3):\n        yield x + number\n"),
@@ -46,44 +50,33 @@ def module() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def server(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """A server with the module in each format, one with hooks, and one in bfloat16."""
     repository = tmp_path_factory.mktemp("models")
-    for kind in _FORMATS:
-        torch_py_backend.save_model(
-            module, repository / kind, example_inputs=torch.rand(2, 4), format=kind
-        )
+    torch_py_backend.save_model(module, repository / "module", example_inputs=torch.rand(2, 4))
     torch_py_backend.save_model(
         module, repository / "texts", example_inputs={"text": ["a", "longer"]}, hooks=models.Measure
     )
-    half = torch.rand(2, 4, dtype=torch.bfloat16)
-    torch_py_backend.save_model(models.Times(), repository / "half", example_inputs=(half, half))
-    _COUNTS.lay_out(repository)
+    for scenario in (_HALVES, _COUNTS):
+        scenario.lay_out(repository)
     with torch_py_backend.serve(repository) as running:
         yield running
 
 
-@pytest.mark.parametrize("kind", _FORMATS)
-def test_answers(kind: str, server: LocalServer, module: nn.Module) -> None:
-    """What is served has the answers of the module, for any number of rows."""
+def test_what_is_served_answers_as_the_module(server: LocalServer, module: nn.Module) -> None:
     for rows in (1, 2, 5):
         x = torch.rand(rows, 4)
         with torch.inference_mode():
             expected = {"OUTPUT__0": module(x).numpy()}
         for inputs in (x, {"x": x}, x.numpy().astype(np.float64), x.tolist()):
-            outputs = server.infer(kind, inputs)
+            outputs = server.infer("module", inputs)
             assert outputs.keys() == expected.keys()
             scenarios.assert_close(outputs["OUTPUT__0"], expected["OUTPUT__0"])
 
 
-def test_texts(server: LocalServer) -> None:
-    """A list of str is one text for each row; strings in the result are bytes."""
+def test_values_that_numpy_does_not_have(server: LocalServer) -> None:
+    """A list of str is one text for each row, in bytes where it is returned; bfloat16 is sent."""
     outputs = server.infer("texts", ["one", "another"])
     assert outputs["scores"].shape == (2, 3)
     assert {bytes(label) for label in outputs["label"].flat} <= {b"a", b"b", b"c"}
-
-
-def test_bfloat16(server: LocalServer) -> None:
-    """Tensors of torch are sent in their own type, also one that numpy does not have."""
     x = torch.rand(2, 4, dtype=torch.bfloat16)
     outputs = server.infer("half", {"x": x, "factor": torch.full_like(x, 2.0)})
     assert torch.equal(torch.from_numpy(outputs["y"].astype(np.float32)), (x * 2).float())
@@ -110,22 +103,11 @@ def test_client(server: LocalServer) -> None:
         socket.create_connection((host, int(port)), timeout=60).close()
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "error", "says"),
-    [
-        ("module", {"z": [1.0]}, InputError, "expected a dict of values by the names x"),
-        ("half", [[1.0]], InputError, "expected a dict of values by the names x, factor"),
-        ("texts", "one", InferenceServerException, "input 'text' has no shape"),
-        ("module", [[1.0, 2.0]], InferenceServerException, "unexpected shape for input 'x'"),
-        ("nothing", [[1.0]], InferenceServerException, "'nothing'"),
-    ],
-)
-def test_bad_requests(
-    model: str, inputs: Any, error: type[Exception], says: str, server: LocalServer
-) -> None:
-    """A value that does not fit is refused with the names of the inputs, or by the server."""
-    with pytest.raises(error, match=says):
-        server.infer(model, inputs)
+def test_values_that_do_not_fit_are_refused(server: LocalServer) -> None:
+    with pytest.raises(InputError, match="expected a dict of values by the names x, factor"):
+        server.infer("half", [[1.0]])
+    with pytest.raises(InferenceServerException, match="unexpected shape for input 'x'"):
+        server.infer("module", [[1.0, 2.0]])
 
 
 # --- servers that do not start ---------------------------------------------------------------
@@ -175,29 +157,42 @@ print("starting", flush=True)
 with torch_py_backend.serve(sys.argv[1]) as server:
     print("ready", server.infer("function", [[1.0, 2.0, 3.0, 4.0]]), flush=True)
     sys.stdin.read()
-print("end", flush=True)
 """
 
 
-@contextlib.contextmanager
-def _script(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    repository = _repository(folder / "models", "function")
-    (folder / "temporary").mkdir()
-    process = subprocess.Popen(
+# Signals, and for how many processes of the server they wait; None: for its first answer.
+_ENDS = [
+    pytest.param(signal.SIGINT, 2, id="SIGINT with an instance"),
+    pytest.param(signal.SIGKILL, 1, id="SIGKILL with a tritonserver"),
+    pytest.param(signal.SIGINT, None, id="SIGINT when it is ready"),
+]
+
+
+@pytest.mark.parametrize(("number", "processes"), _ENDS)
+def test_the_end_of_the_process_ends_the_server(
+    number: signal.Signals, processes: int | None, tmp_path: Path
+) -> None:
+    """Ctrl-C and a death do, however far it has started; no file is left after Ctrl-C."""
+    repository = _repository(tmp_path / "models", "function")
+    (tmp_path / "temporary").mkdir()
+    with subprocess.Popen(
         [sys.executable, "-c", _SCRIPT, str(repository)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | {"TMPDIR": str(folder / "temporary")},
-    )
-    try:
-        yield process
-    finally:
-        living.kill(process)
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
+    ) as process:  # fmt: skip
+        try:
+            if processes is None:
+                assert process.stdout is not None
+                lines = [process.stdout.readline() for _ in range(2)]
+                assert lines[1].startswith("ready")
+            family = _until(process, processes or 1)
+            process.send_signal(number)
+            assert process.wait(120) == -number
+            assert living.all_end(family)
+        finally:
+            living.kill(process)
+    if number is signal.SIGINT:
+        assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def _until(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
@@ -209,38 +204,3 @@ def _until(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
             return family
         time.sleep(0.02)
     raise AssertionError(process.poll())
-
-
-@pytest.mark.parametrize(
-    ("number", "processes"),
-    [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGKILL, 1)],
-    ids=["SIGINT with a tritonserver", "SIGINT with an instance", "SIGKILL with a tritonserver"],
-)
-def test_interrupted_start(number: signal.Signals, processes: int, tmp_path: Path) -> None:
-    """Ctrl-C, and the death of the process, end the server however far it has started."""
-    with _script(tmp_path) as process:
-        family = _until(process, processes)
-        process.send_signal(number)
-        assert process.wait(120) == -number
-        assert living.all_end(family)
-    if number is signal.SIGINT:
-        assert list((tmp_path / "temporary").iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [None, signal.SIGINT])
-def test_end(number: signal.Signals | None, tmp_path: Path) -> None:
-    """The server ends with the block, also after Ctrl-C, and leaves no file."""
-    with _script(tmp_path) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        lines = [process.stdout.readline() for _ in range(2)]
-        assert lines[1].startswith("ready")
-        family = living.descendants(process.pid)
-        if number is None:
-            process.stdin.close()
-            assert process.stdout.readline() == "end\n"
-        else:
-            process.send_signal(number)
-        assert process.wait(120) == (-number if number else 0)
-        assert living.all_end(family)
-    assert list((tmp_path / "temporary").iterdir()) == []

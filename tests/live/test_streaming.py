@@ -45,14 +45,12 @@ def client(server: Server) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("one", streamed.TABLE, ids=lambda one: one.scenario.name)
-def test_streams(one: Streamed, client: Client) -> None:
-    """What the table says happens, through a server and a client."""
+def test_the_table_of_streams(one: Streamed, client: Client) -> None:
     for stream in one.streams:
         grpc_streams.check(client, one.scenario.name, stream)
 
 
-def test_many_generators_at_once(client: Client) -> None:
-    """64 streams at once: each has its own values, in their order."""
+def test_each_of_many_generators_has_its_own_values_in_their_order(client: Client) -> None:
     calls = [
         client.ask(
             "rows",
@@ -68,8 +66,9 @@ def test_many_generators_at_once(client: Client) -> None:
         assert came == [[factor * number, -factor * number] for factor in range(1, 21)]
 
 
-def test_many_streams_share_their_steps(client: Client, server: Server) -> None:
-    """64 streams of a module with step(): values in their order, all counted."""
+def test_many_streams_that_share_their_steps_have_their_values_in_order_and_are_counted(
+    client: Client, server: Server
+) -> None:
     stepped = "pytorch_py_stepped_streams_total"
     before = metric(server, stepped, "continuous")
     starts = [number / _MANY for number in range(_MANY)]
@@ -100,8 +99,9 @@ def test_the_last_response_is_marked(client: Client) -> None:
     assert ends == [3, 2]
 
 
-def test_the_example(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example's client prints what its network writes without a server."""
+def test_the_client_of_the_example_prints_what_its_network_writes_without_a_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(_EXAMPLES)
     train_sonnets = importlib.import_module("train_sonnets")
     poet = train_sonnets.model_source().Poet().eval()

@@ -1,5 +1,6 @@
-"""Repositories written for Triton's C++ LibTorch backend and its Python runtime, served unchanged.
+"""Repositories as users have them, on a real server.
 
+Those written for Triton's C++ LibTorch backend and its Python runtime are served unchanged:
 `install --name pytorch` puts our backend where Triton looks for LibTorch's. The first two configs
 are in the manner of Triton's documentation and of its PyTorch tutorial; the others have one each of
 the things that such repositories do.
@@ -16,12 +17,16 @@ from pathlib import Path
 import kinds
 import models
 import numpy as np
+import packed
 import pytest
+import refused_configs
 import scenarios
 import torch
 from scenarios import Call, Scenario, floats, tensor
 from serving import Serving, asked, until
 from torch import Tensor, nn
+
+from torch_py_backend.config import execution_env
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -29,41 +34,19 @@ _LIBTORCH = """
 name: "resnet50"
 platform: "pytorch_libtorch"
 max_batch_size: 8
-input [
-  {
-    name: "input__0"
-    data_type: TYPE_FP32
-    dims: [ 3, 32, 32 ]
-  }
-]
-output [
-  {
-    name: "output__0"
-    data_type: TYPE_FP32
-    dims: [ 1000 ]
-  }
-]
+input [{ name: "input__0" data_type: TYPE_FP32 dims: [ 3, 32, 32 ] }]
+output [{ name: "output__0" data_type: TYPE_FP32 dims: [ 1000 ] }]
 """
 _TUTORIAL = """
 name: "resnet50_tutorial"
 platform: "pytorch_libtorch"
 max_batch_size : 0
-input [
-  {
-    name: "input__0"
-    data_type: TYPE_FP32
-    dims: [ 3, 32, 32 ]
-    reshape { shape: [ 1, 3, 32, 32 ] }
-  }
-]
-output [
-  {
-    name: "output__0"
-    data_type: TYPE_FP32
-    dims: [ 1, 1000 ,1, 1]
-    reshape { shape: [ 1, 1000 ] }
-  }
-]
+input [{
+  name: "input__0" data_type: TYPE_FP32 dims: [ 3, 32, 32 ] reshape { shape: [ 1, 3, 32, 32 ] }
+}]
+output [{
+  name: "output__0" data_type: TYPE_FP32 dims: [ 1, 1000 ,1, 1] reshape { shape: [ 1, 1000 ] }
+}]
 """
 _PYTHON_RUNTIME = """
 backend: "pytorch"
@@ -103,6 +86,16 @@ class Network(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         result: Tensor = self.linear(self.convolution(images).flatten(1))
         return result
+
+
+# A package that the server's own environment lacks.
+_GREETS = """
+import greeting
+
+
+def forward(x):
+    return x + greeting.VALUE
+"""
 
 
 torch.manual_seed(1)
@@ -170,14 +163,23 @@ TABLE = (
         (_said("one", "three", "seventeen"),),
     ),
 )
+_GREETING = Scenario(
+    "greets",
+    scenarios.text(_GREETS),
+    scenarios.x_to_y(4, **{execution_env.KEY: "$$TRITON_MODEL_DIRECTORY/env"}),
+)
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server with our backend under both names; LibTorch's is not there."""
-    folder = tmp_path_factory.mktemp("drop_in")
-    for scenario in TABLE:
+    folder = tmp_path_factory.mktemp("repositories")
+    for scenario in (*TABLE, _GREETING):
         scenario.lay_out(folder / "repository")
+    environment = packed.make(folder / "repository" / "greets" / "env")
+    (environment / packed.SITE / "greeting.py").write_text("VALUE = 42.0\n")
+    for name, (text, _) in refused_configs.TABLE.items():
+        refused_configs.write(folder / "repository", name, text)
     with pytest.MonkeyPatch.context() as patch:
         # These configs leave the device to Triton; a GPU would round differently.
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -204,6 +206,18 @@ def test_requests_of_one_batch_get_their_own_strings(serving: Serving) -> None:
     # Triton counts a batch after it has answered it.
     until(lambda: _counts(serving)[0] == rows + 3)
     assert _counts(serving)[1] == executions + 1
+
+
+def test_a_model_imports_what_only_its_environment_has(serving: Serving) -> None:
+    state = serving.states["greets"]
+    assert state.ready, state.reason
+    serving.check("grpc", "greets", Call({"x": _X}, {"y": _X + 42}))
+
+
+def test_configs_that_check_refuses_are_refused(serving: Serving) -> None:
+    """tests/cli/test_check.py compares what `check` says of them, and of a valid one."""
+    ready = {name for name, state in serving.states.items() if state.ready}
+    assert not ready & refused_configs.TABLE.keys()
 
 
 def _counts(serving: Serving) -> tuple[int, int]:
