@@ -31,7 +31,6 @@ _COMPLETE = scenarios.x_to_y()
 _BARE = 'backend: "pytorch_py"\n'
 _EXAMPLE = "\n\ndef example_inputs():\n    return {'x': torch.rand(2, 4)}\n"
 _GAPS = _NEGATE + _EXAMPLE
-_HANGS = _NEGATE + _EXAMPLE.replace("return", "while True:\n        pass\n    return")
 # Whatever it does when it is imported, it can be served.
 _NOISY = (
     """
@@ -65,8 +64,6 @@ _MODELS: dict[str, tuple[str, str]] = {
     "other": ('backend: "python"\n', _NEGATE),
     "broken_config": ('backend: "pytorch_py"\ninput [{ name: }]\n', _NEGATE),
     "broken_source": (_COMPLETE, "def broken(:\n"),
-    "exits": (_COMPLETE, "import os\n\nos._exit(7)\n"),
-    "hangs": (_BARE, _HANGS),
     "raises": (_COMPLETE, _RAISES),
     "raises_in_completion": (_BARE, _RAISES),
 }
@@ -81,19 +78,14 @@ def _lay_out(repository: Path, *names: str) -> Path:
     return repository
 
 
-_PROCESSES = ("noisy", "exits", "hangs")
-
-
 @pytest.fixture
 def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run all models in this process but those that need one of their own."""
+    """Run all models in this process but one that needs its own."""
     child = child_process.run
 
     def run(task: str, arguments: Mapping[str, Any], seconds: float) -> Any:
-        name = arguments["arguments"]["model_name"]
-        if name not in _PROCESSES:
-            return command_line.here(task, arguments)
-        return child(task, arguments, 1 if name == "hangs" else seconds)
+        is_noisy = arguments["arguments"]["model_name"] == "noisy"
+        return (child if is_noisy else command_line.here)(task, arguments, seconds)
 
     monkeypatch.setattr(child_process, "run", run)
 
@@ -131,8 +123,6 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
         "misspelt": "names the backend 'pytorch-py'",
         "broken_config": "config.pbtxt cannot be read: 2:",
         "broken_source": "model.py fails at line 1: SyntaxError",
-        "exits": "trying the model ended the process with exit code 7",
-        "hangs": "took longer than 1 seconds",
         "raises_in_completion": "RuntimeError: mat1 and mat2 shapes",
     }.items():
         error = reports[name]["error"]
