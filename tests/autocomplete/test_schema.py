@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import build
 import pytest
@@ -15,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.autocomplete import schema
-from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, LoadError
-from torch_py_backend.loading import registry
+from torch_py_backend.errors import ConfigError, ForwardError, LoadError
 
 pytestmark = pytest.mark.usefixtures("imports")
 _HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
@@ -24,7 +21,8 @@ _HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
 
 def _describe(folder: Path, **document: Any) -> tuple[str, str, int]:
     """Return the inputs, outputs and max_batch_size of a model, as `name type dims; ...`."""
-    described = _schema(folder, **document)
+    arguments = build.arguments(**{"input": [], "output": [], "max_batch_size": 0} | document)
+    described = schema.describe(arguments | {"model_repository": str(folder)})
     inputs, outputs = (
         "; ".join(
             f"{entry['name']} {entry['data_type'].removeprefix('TYPE_')} {entry['dims']}"
@@ -33,20 +31,6 @@ def _describe(folder: Path, **document: Any) -> tuple[str, str, int]:
         for role in ("input", "output")
     )
     return inputs, outputs, described["max_batch_size"]
-
-
-def _schema(folder: Path, **document: Any) -> dict[str, Any]:
-    return schema.describe(_arguments(folder, **document))
-
-
-def _arguments(folder: Path, **document: Any) -> dict[str, str]:
-    """Return the arguments for a config without inputs and outputs."""
-    arguments = build.arguments(**({"input": [], "output": [], "max_batch_size": 0} | document))
-    return arguments | {"model_repository": str(folder)}
-
-
-def _option(key: str, value: str) -> dict[str, Any]:
-    return {"parameters": {key: {"string_value": value}}}
 
 
 # --- exported programs -----------------------------------------------------------------------
@@ -58,31 +42,26 @@ class _Typed(nn.Module):
         return {"sum": x + ids[..., None], "parts": parts}
 
 
+_LISTED = [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1, -1, 4]}]
+_OUT = "sum FP32 {0}-1, 4]; OUTPUT__3 BOOL {0}1]; OUTPUT__4 BF16 {0}-1, 4]"
+
+
 @pytest.mark.parametrize(
-    ("document", "described"),
+    ("document", "inputs", "outputs", "rows"),
     [
-        (
-            {},
-            (
-                "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]",
-                "sum FP32 [-1, 4]; OUTPUT__3 BOOL [1]; OUTPUT__4 BF16 [-1, 4]",
-                64,
-            ),
-        ),
+        ({}, "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]", _OUT.format("["), 64),
         # Without a batch dimension, if the inputs are listed.
         (
-            {"input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1, -1, 4]}]},
-            (
-                "x FP32 [-1, -1, 4]; ids INT64 [-1, -1]; mask BOOL [-1, 1]",
-                "sum FP32 [-1, -1, 4]; OUTPUT__3 BOOL [-1, 1]; OUTPUT__4 BF16 [-1, -1, 4]",
-                0,
-            ),
+            {"input": _LISTED},
+            "x FP32 [-1, -1, 4]; ids INT64 [-1, -1]; mask BOOL [-1, 1]",
+            _OUT.format("[-1, "),
+            0,
         ),
     ],
     ids=["batch", "listed"],
 )
 def test_exported_program_describes_itself_and_its_example_is_not_read(
-    document: dict[str, Any], described: tuple[str, str, int], tmp_path: Path
+    document: dict[str, Any], inputs: str, outputs: str, rows: int, tmp_path: Path
 ) -> None:
     args = torch.rand(3, 5, 4), torch.ones(3, 5, dtype=torch.int64)
     mask = torch.ones(3, 1, dtype=torch.bool)
@@ -91,34 +70,27 @@ def test_exported_program_describes_itself_and_its_example_is_not_read(
     program = torch.export.export(_Typed(), args, {"mask": mask}, dynamic_shapes=shapes)
     build.write(tmp_path, "example_inputs.safetensors", b"no such file")
     torch.export.save(program, tmp_path / "1" / "model.pt2")
-    assert _describe(tmp_path, **document) == described
+    assert _describe(tmp_path, **document) == (inputs, outputs, rows)
 
 
 # --- inputs that config.pbtxt lists ------------------------------------------------------------
 
-_STRICT = (
-    _HEADER
-    + """
+_STRICT = """
 def forward(x):
     assert x.min() > 1, "x is too small"
     return x
 """
-)
 
 
-def _listed(**dims: list[int]) -> list[dict[str, Any]]:
-    types = {"texts": "TYPE_STRING"}
-    return [
-        {"name": name, "data_type": types.get(name, "TYPE_FP32"), "dims": shape}
-        for name, shape in dims.items()
-    ]
+def _listed(name: str, *dims: int, kind: str = "FP32") -> list[dict[str, Any]]:
+    return [{"name": name, "data_type": f"TYPE_{kind}", "dims": [*dims]}]
 
 
 def test_model_that_refuses_made_up_values_needs_an_example_or_outputs(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _STRICT)
     message = "the model fails with made-up values for its inputs: .*x is too small.*example"
     with pytest.raises(ConfigError, match=message) as error:
-        _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
+        _describe(tmp_path, input=_listed("x", -1), max_batch_size=4)
     assert "write the outputs into config.pbtxt" in str(error.value)
 
 
@@ -136,23 +108,6 @@ def test_ragged_decoupled_and_sequence_models_need_all_their_tensors(
 ) -> None:
     with pytest.raises(ConfigError, match=r"which are not inferred for .*; expected data_type"):
         _describe(tmp_path, **written)
-
-
-def test_package_runs_on_the_device_that_it_was_built_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = build.write(tmp_path, "model.pt2", b"")
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("model/data/aotinductor/model/net.wrapper.so", "")
-        metadata = "model/data/aotinductor/model/net_metadata.json"
-        archive.writestr(metadata, '{"AOTI_DEVICE_KEY": "cuda"}')
-    load = mock.Mock(side_effect=ArtifactError("this test has no GPU"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(registry, "load", load)
-    with pytest.raises(ArtifactError, match="this test has no GPU"):
-        _describe(tmp_path)
-    load.assert_called_once_with(mock.ANY, mock.ANY, torch.device("cuda", 0))
 
 
 # --- by example ------------------------------------------------------------------------------
@@ -275,7 +230,7 @@ _EXAMPLE = "def example_inputs():\n    return dict.fromkeys(('{}', '{}'), torch.
                 "prepared": "torch.ones(len(texts), 4)",
                 "finished": "{'label': str(len(result))}",
             },
-            {"input": _listed(texts=[1]), "max_batch_size": 2},
+            {"input": _listed("texts", 1, kind="STRING"), "max_batch_size": 2},
             ("texts STRING [1]", "label STRING [1]", 8),
         ),
         (

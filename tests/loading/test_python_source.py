@@ -88,14 +88,6 @@ def test_imported_class_is_served_by_its_name_or_to_the_python_runtime(tmp_path:
     assert constructed(tmp_path, source, python_runtime=True)(1) == 2
 
 
-@pytest.fixture
-def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend's file, which Triton's stub imports as `model`."""
-    backend = ModuleType("model")
-    backend.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
-    monkeypatch.setitem(sys.modules, "model", backend)
-
-
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
@@ -119,37 +111,30 @@ def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
                 ("open('/nowhere/secret/a.txt')", "FileNotFoundError: "),
             )
         ),
+        # Errors of an import have the line of model.py, also for a file that it imports.
+        *(
+            (source, {}, f"model.py fails at {message}")
+            for source, message in (
+                ("import sys\nsys.exit('enough')\n", "line 2: SystemExit: enough"),
+                (b"x = 1\ny = '\xff'\n", "line 2: SyntaxError: (unicode error)"),
+                ("import os\nimport dividing\n", "line 2: ZeroDivisionError: division by zero"),
+                ("import os\nimport unclosed\n", "line 2: SyntaxError: '(' was never closed"),
+            )
+        ),
     ],
 )
 def test_source_that_is_refused(
-    source: str, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    text = refusal(tmp_path, source, **options)
-    assert message in text
-    assert "/nowhere/secret" not in text
-
-
-# --- the import ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("import sys\nsys.exit('enough')\n", "line 2: SystemExit: enough"),
-        (b"x = 1\ny = '\xff'\n", "SyntaxError: "),
-        ("import os\nimport dividing\n", "line 2: ZeroDivisionError: division by zero"),
-        ("import os\nimport unclosed\n", "never closed (unclosed.py, line 5)"),
-    ],
-)
-def test_error_of_an_import_has_the_line_of_model_py(
-    source: str | bytes, message: str, tmp_path: Path
+    source: str | bytes, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     build.write(tmp_path, "dividing.py", "x = 1\n\ny = 1 / 0\n")
     build.write(tmp_path, "unclosed.py", "x = 1\n\n\n\ny = (\n")
     for _ in range(2):  # a file that failed is not taken from sys.modules
-        text = refusal(tmp_path, source)
-        assert "model.py fails at " in text
+        text = refusal(tmp_path, source, **options)
         assert message in text
+        assert "/nowhere/secret" not in text
+
+
+# --- the import ------------------------------------------------------------------------------
 
 
 def test_siblings_can_be_imported_also_later_and_no_bytecode_is_written(tmp_path: Path) -> None:
@@ -222,8 +207,11 @@ def built(folder: Path, factory: str, **options: Any) -> tuple[Any, bool]:
 
 
 def test_model_factory_names_a_class_of_a_package_or_of_the_version_folder(
-    package: str, tmp_path: Path, stub_module: None
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    backend = ModuleType("model")  # as which Triton's stub imports the backend's file
+    backend.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
+    monkeypatch.setitem(sys.modules, "model", backend)
     folder = tmp_path / "digits"
     build.write(folder, "model.py", PACKAGE)
     size, offset = {"model_kwargs": {"size": 5}}, {"model_kwargs": {"offset": 5}}

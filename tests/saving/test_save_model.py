@@ -331,85 +331,44 @@ def test_model_with_an_image_processor_takes_files(tmp_path: Path) -> None:
 
 # --- bad input -------------------------------------------------------------------------------
 
-_Bad = tuple[Any, str, type[Exception], dict[str, Any]]
-
-
-def _bad(module: Any, says: str, error: type[Exception] = SaveError, **options: Any) -> _Bad:
-    return module, says, error, {"example_inputs": _X} | options
-
-
-_BAD = {
-    "no example": _bad(
-        models.Affine(),
-        r"example_inputs is a NoneType; expected valid arguments of forward\(x: .*\): a tensor",
-        example_inputs=None,
-    ),
-    "shape": _bad(
-        models.Affine(),
-        r"example_inputs does not fit forward\(x: .*\): RuntimeError: mat1 and mat2",
-        example_inputs=torch.rand(2, 5),
-    ),
-    "number": _bad(
-        saved.Nested(),
-        r"the value of 'KWARGS\[extra\]\[bias\]' in example_inputs is a float; expected a tensor",
-        example_inputs=(_X, {"bias": 1.0}, (_X, _X)),
-    ),
-    "batch": _bad(
-        saved.Total(),
-        "max_batch_size is 4, and .*with twice the rows they have not twice the rows",
-        max_batch_size=4,
-    ),
-    "request": _bad(
-        models.Affine(),
-        "example_inputs is a Tensor, and the model has hooks; expected a dict of the inputs",
-        hooks=models.Measure,
-    ),
-    "hooks of a program": _bad(
-        saved.Branches(2.0),
-        r"hooks are given, and the module is saved as a program.*write hooks\.py",
-        example_inputs={"data": [bytes(4)]},
-        hooks=saved.Bytes,
-        format="export",
-    ),
-    "script": _bad(
-        torch.jit.script(models.Affine()),
-        "module is a RecursiveScriptModule; .* `torch-py-backend init`",
-    ),
-    "removed format": _bad(
-        models.Affine(),
-        "format is 'torchscript'; expected one of module, export, aoti. Use format=",
-        format="torchscript",
-    ),
-    "name": _bad(models.Affine(), "the model's name is 'a.b'", ToolError),
-    "constructor": _bad(
-        saved.Branches(2.0),
-        "missing 1 required .*'factor'. Give its .*KWARGS",
-        LoadError,
-        format="module",
-    ),
-    "neither": _bad(saved.Branches(2.0), r"torch\.export cannot export Branches: "),
-    "answers": _bad(
-        saved.Branches(2.0),
-        "output 'OUTPUT__0' of the saved model differs from the module's own by .*model_kwargs",
-        LoadError,
-        format="module",
-        model_kwargs={"factor": 3},
-    ),
-    "processor": _bad(
-        models.Affine(),
-        "processor is an object for an Affine; expected a tokenizer or an image processor",
-        processor=object(),
-    ),
-}
+_FLOAT = (_X, {"bias": 1.0}, (_X, _X))
+_HOOKED = {"hooks": saved.Bytes, "example_inputs": {"data": [bytes(4)]}}
+_MODULE = {"format": "module"}
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about what it cannot export
-@pytest.mark.parametrize("case", _BAD)
-def test_bad_input_is_one_line_and_nothing_is_written(case: str, tmp_path: Path) -> None:
-    module, says, error, options = _BAD[case]
-    path = tmp_path / "models" / ("a$b" if case == "name" else "net")
+@pytest.mark.parametrize(
+    ("module", "options", "error", "says"),
+    [
+        (models.Affine(), {"example_inputs": None}, SaveError, "is a NoneType; expected valid"),
+        (models.Affine(), {"example_inputs": _X[:, :2]}, SaveError, "not fit .* mat1 and mat2"),
+        (
+            saved.Nested(),
+            {"example_inputs": _FLOAT},
+            SaveError,
+            r"\[bias\]' .* is a float",
+        ),
+        (saved.Total(), {"max_batch_size": 4}, SaveError, "is 4, .* not twice the rows"),
+        (models.Affine(), {"hooks": models.Measure}, SaveError, "expected a dict of the inputs"),
+        (saved.Branches(2.0), _HOOKED | {"format": "export"}, SaveError, r"write hooks\.py"),
+        (torch.jit.script(models.Affine()), {}, SaveError, "is a RecursiveScriptModule; .* init"),
+        (models.Affine(), {"format": "torchscript"}, SaveError, "one of module, .* Use format="),
+        (models.Affine(), {"processor": object()}, SaveError, "expected a tokenizer or an image"),
+        (saved.Branches(2.0), {}, SaveError, r"torch\.export cannot export Branches: "),
+        (saved.Branches(2.0), _MODULE, LoadError, "missing 1 required .*'factor'. .*KWARGS"),
+        (
+            saved.Branches(2.0),
+            _MODULE | {"model_kwargs": {"factor": 3}},
+            LoadError,
+            "output 'OUTPUT__0' of the saved model differs from .*model_kwargs",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    module: Any, options: dict[str, Any], error: type[Exception], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(error, match=says) as refusal:
-        save_model(module, path, **options)
+        save_model(module, tmp_path / "models" / "net", **{"example_inputs": _X, **options})
     assert "\n" not in str(refusal.value)
     assert list(tmp_path.rglob("*")) in ([], [tmp_path / "models"])
 
@@ -418,10 +377,13 @@ def test_folder_is_replaced_only_on_request_by_a_good_model(tmp_path: Path) -> N
     _saved(tmp_path, models.Affine(), example_inputs=_X)
     folder = tmp_path / "models" / "net"
     before = command_line.tree(folder)
+    with pytest.raises(ToolError, match=r"the model's name is 'a\$b'"):
+        save_model(models.Affine(), folder.with_name("a$b"), example_inputs=_X)
     with pytest.raises(ToolError, match=r"exists already; choose .*\(in Python: overwrite=True"):
         save_model(models.Negate(), folder, example_inputs=_X)
     with pytest.raises(LoadError, match="its answers are not random"):
         save_model(saved.Random(), folder, example_inputs=_X, format="module", overwrite=True)
     assert command_line.tree(folder) == before
+    assert [*folder.parent.iterdir()] == [folder]
     save_model(models.Negate(), folder, example_inputs=_X, overwrite=True)
     assert pbtxt.read(folder)["parameters"]["MODEL_CLASS"]["string_value"] == "Negate"
