@@ -261,9 +261,9 @@ def test_published_series_are_those_of_the_table(
         assert all(metric.labels.keys() == set(row.labels) for metric in series)
 
 
-def test_a_server_without_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server without metrics is queried once; the model serves."""
-
+def test_a_server_without_metrics_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         tried.append(1)
         raise TritonModelException("Error when creating MetricFamily: metrics not supported")

@@ -33,8 +33,6 @@ _STATUS = {
 
 
 class _Served:
-    """A model loaded through the adapter."""
-
     def __init__(self, folder: Path, scenario: Scenario) -> None:
         self.model = load(folder, scenario)
         config = self.model._engine.config

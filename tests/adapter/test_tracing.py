@@ -26,8 +26,6 @@ pytestmark = pytest.mark.usefixtures("process")
 
 
 class _Served:
-    """A model that is loaded through the adapter."""
-
     def __init__(self, folder: Path, name: str) -> None:
         self.model = TritonPythonModel()
         arguments = fake_triton.arguments(traced.TABLE[name].lay_out(folder))

@@ -60,7 +60,6 @@ Join: TypeAlias = "Callable[[nn.Module | None], SharedWeights]"
 
 @pytest.fixture
 def model(tmp_path: Path) -> nn.Module:
-    """A model in the folder of the test."""
     affine = scenarios.affine()
     (tmp_path / "1").mkdir()
     scenarios.python(models.Affine)(tmp_path / "1")
@@ -212,8 +211,9 @@ class Counting(nn.Module):
 
 
 @pytest.mark.usefixtures("process")
-def test_a_model_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that writes to its weights is refused: the others would read the values."""
+def test_a_model_that_writes_to_its_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sharing, "requested", lambda config: True)
     (tmp_path / "1").mkdir()

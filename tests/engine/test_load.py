@@ -39,8 +39,6 @@ def test_gpu_of_a_model_that_places_itself(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Echo(nn.Module):
-    """Returns the lengths of strings, and the short strings."""
-
     def forward(self, x: list[str]) -> tuple[torch.Tensor, list[str]]:
         lengths = torch.tensor([len(text) for text in x])
         return lengths, [text if len(text) < 3 else "long" for text in x]

@@ -28,8 +28,6 @@ pytestmark = pytest.mark.usefixtures("process")
 
 
 class _Served:
-    """A model that was loaded through the adapter, with PROFILE_DIR."""
-
     def __init__(self, folder: Path, *, decoupled: bool = False) -> None:
         self.traces = folder / "traces"
         self.traces.mkdir()

@@ -45,8 +45,7 @@ def state() -> dict[str, bool]:
 
 @pytest.mark.parametrize("option", [None, *state()])
 @pytest.mark.usefixtures("process")
-def test_switches(option: str | None) -> None:
-    """A switch gets the config's value, and the others do not change."""
+def test_only_the_switch_of_the_config_changes(option: str | None) -> None:
     torch._C._set_graph_executor_optimize(True)
     before = state()
     changed: dict[str, Any] = {option: not before[option]} if option else {}

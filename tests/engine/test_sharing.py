@@ -1,6 +1,5 @@
 import json
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,9 @@ import build
 import models
 import pytest
 import safetensors.torch
+import scenarios
 import torch
+from scenarios import Writer
 from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
@@ -41,14 +42,6 @@ STATE = NET.state_dict()
 BYTES = sum(tensor.nbytes for tensor in STATE.values())
 
 
-def _state_dict(folder: Path) -> None:
-    torch.save(STATE, folder / "model.pt")
-
-
-def _safetensors(folder: Path) -> None:
-    safetensors.torch.save_file(STATE, folder / "model.safetensors")
-
-
 def _shards(folder: Path) -> None:
     names = {}
     for number, (key, tensor) in enumerate(STATE.items()):
@@ -57,12 +50,8 @@ def _shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
-def _before_zip(folder: Path) -> None:
-    torch.save(STATE, folder / "model.pt", _use_new_zipfile_serialization=False)
-
-
 def _compressed(folder: Path) -> None:
-    _state_dict(folder)
+    scenarios.saved(STATE)(folder)
     path = folder / "model.pt"
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
@@ -71,23 +60,15 @@ def _compressed(folder: Path) -> None:
             archive.writestr(name, content)
 
 
-def _half(folder: Path) -> None:
-    torch.save({key: tensor.half() for key, tensor in STATE.items()}, folder / "model.pt")
-
-
-def _scripted(folder: Path) -> None:
-    (folder / "model.py").unlink()
-    torch.jit.script(NET).save(folder / "model.pt")
-
-
 def _exported(folder: Path) -> None:
-    (folder / "model.py").unlink()
     program = torch.export.export(NET, (torch.ones(2, 3, 8, 8),))
     torch.export.save(program, folder / "model.pt2")
 
 
-def measured(folder: Path, write: Callable[[Path], None], **options: Any) -> Mapped:
-    build.write(folder, "model.py", SOURCE)
+def measured(folder: Path, write: Writer, **options: Any) -> Mapped:
+    (folder / "1").mkdir(exist_ok=True)
+    if write not in (_SCRIPT, _exported):
+        build.write(folder, "model.py", SOURCE)
     write(folder / "1")
     config: ModelConfig = build.config(folder, **options)
     artifact = discovery.find(config)
@@ -96,11 +77,14 @@ def measured(folder: Path, write: Callable[[Path], None], **options: Any) -> Map
     return sharing.mapped(config, loaded)
 
 
-@pytest.mark.parametrize("write", [_state_dict, _safetensors, _shards, _scripted, _exported])
-def test_instances_share_the_weights_of_a_file(
-    write: Callable[[Path], None], tmp_path: Path
-) -> None:
-    """All weights of all artifact types are shared, unless ENABLE_WEIGHT_SHARING is false."""
+_SAVED, _SAFE, _SCRIPT = scenarios.saved(STATE), scenarios.safe(STATE), scenarios.script(NET)
+_LEGACY = scenarios.saved(STATE, _use_new_zipfile_serialization=False)
+_HALF = scenarios.saved({key: tensor.half() for key, tensor in STATE.items()})
+
+
+@pytest.mark.parametrize("write", [_SAVED, _SAFE, _shards, _SCRIPT, _exported])
+def test_instances_share_the_weights_of_a_file(write: Writer, tmp_path: Path) -> None:
+    """Unless ENABLE_WEIGHT_SHARING is false."""
     shared = measured(tmp_path, write, enable_weight_sharing=True)
     assert shared == (BYTES, BYTES)
     for kind in ("CPU", "GPU"):
@@ -111,17 +95,17 @@ def test_instances_share_the_weights_of_a_file(
 @pytest.mark.parametrize(
     ("write", "options"),
     [
-        pytest.param(_before_zip, {}, id="legacy"),
+        pytest.param(_LEGACY, {}, id="legacy"),
         pytest.param(_compressed, {}, id="compressed"),
-        pytest.param(_half, {}, id="converted"),
-        pytest.param(_state_dict, {"optimize": ("channels_last",)}, id="channels_last"),
-        pytest.param(_state_dict, {"optimize": ("bf16",)}, id="16 bits"),
-        pytest.param(_scripted, {"optimize": ("freeze",)}, id="frozen"),
+        pytest.param(_HALF, {}, id="converted"),
+        pytest.param(_SAVED, {"optimize": ("channels_last",)}, id="channels_last"),
+        pytest.param(_SAVED, {"optimize": ("bf16",)}, id="16 bits"),
+        pytest.param(_SCRIPT, {"optimize": ("freeze",)}, id="frozen"),
         pytest.param(lambda folder: None, {"weights": "none"}, id="none"),
     ],
 )
 def test_weights_that_are_not_shared(
-    write: Callable[[Path], None], options: dict[str, Any], tmp_path: Path
+    write: Writer, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """They are copied, which fails the load if sharing is required."""
     frozen = "freeze" in options.get("optimize", ())

@@ -190,26 +190,11 @@ def test_streams_of_different_lengths() -> None:
     assert model.sizes == [1, 2, 2, 1, 1]
 
 
-def test_only_failing_streams_end() -> None:
-    """A failed step is bisected: failing streams end, the others get all their responses."""
-    model, pairs = Counter(fails_at=30), _kept(4)  # 0, 10, 20, and 30, which fails
-    streams = _run(model, *pairs)
-    for sent, recorder in pairs[:3]:
-        start = float(sent["x"])
-        assert recorder.values == [[[start]], [[start + 1]], [[start + 2]]]
-        assert recorder.error is None
-    assert isinstance(pairs[3][1].error, ForwardError)
-    assert "ValueError: too much" in pairs[3][1].text
-    assert pairs[3][1].values == []
-    assert model.sizes[-2:] == [3, 3]  # they share the other steps
-    assert streams.stepped == sum(model.sizes)
-
-
 @pytest.mark.parametrize(
     "limits", [{}, {"fails_at": 30}, {"most": 2}], ids=["one step", "halves", "out of memory"]
 )
-def test_outputs_that_share_memory(limits: dict[str, float]) -> None:
-    """Streams get their own values even if another call overwrites the outputs' memory."""
+def test_streams_get_their_own_values_and_only_failing_ones_end(limits: dict[str, float]) -> None:
+    """Also if another call overwrites the outputs' memory; a failed step is halved."""
 
     class Reuses(Counter):
         memory = torch.zeros(8, 1, 1)
@@ -224,12 +209,16 @@ def test_outputs_that_share_memory(limits: dict[str, float]) -> None:
                 self.memory[place] = value
             return [(state, self.memory[place]) for place, (state, _) in enumerate(pairs)]
 
-    pairs = _kept(4)
-    _run(Reuses(**limits), *pairs)  # type: ignore[arg-type]
+    pairs, model = _kept(4), Reuses(**limits)  # type: ignore[arg-type]
+    streams = _run(model, *pairs)
     for number, (_, recorder) in enumerate(pairs):
         start = 10.0 * number
         fails = start >= limits.get("fails_at", 1e9)
         assert recorder.values == ([] if fails else [[[start]], [[start + 1]], [[start + 2]]])
+        assert isinstance(recorder.error, ForwardError) is fails
+        assert ("ValueError: too much" in recorder.text) is fails
+    assert model.sizes[-1] == (2 if "most" in limits else 3 if limits else 4)  # shared again
+    assert streams.stepped == sum(model.sizes)
 
 
 @pytest.mark.parametrize("calls", [False, True], ids=["RETRY_FAILED_BATCH", "a call"])
