@@ -121,6 +121,11 @@ def _archived() -> bytes:
     return buffer.getvalue()
 
 
+def _parameter(key: str, text: str) -> bytes:
+    keys = [row.key for row in options.TABLE]
+    return bytes([keys.index(key)]) + text.encode()
+
+
 _JSON = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "../b.safetensors"}}
 _HEADER = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
 _SEEDS = (
@@ -137,9 +142,11 @@ _SEEDS = (
     b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     b"<!DOCTYPE html><html></html>",
     json.dumps(_JSON).encode(),
-    b'\x02{"ids": {"value": 0, "side": "right", "multiple_of": 8, "mask": "m", "outputs": ["y"]}}',
-    b"\x03freeze,channels_last,bf16",
-    b"\x041,2,4,8",
+    _parameter("PAD", '{"ids": {"value": 0, "side": "right", "mask": "m", "outputs": ["y"]}}'),
+    _parameter("PAD", "[" * 100_000),  # deeper than any parser
+    _parameter("OPTIMIZE", "freeze,channels_last,bf16"),
+    _parameter("BATCH_BUCKETS", "1,2,4,8"),
+    _parameter("CUDA_MEMORY_FRACTION", "1e999"),
     _CONFIG,
     _SOURCE,
     _archived(),

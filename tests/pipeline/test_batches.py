@@ -20,13 +20,10 @@ from torch_py_backend.values import ANY_ROWS, Rows, Value
 @pytest.mark.parametrize(
     ("total", "rows", "calls"),
     [
-        pytest.param(4, Rows(4, 4), [([0, 1, 2, 3], 4)], id="full"),
         pytest.param(
             5, Rows(4, 4), [([0, 1, 2, 3], 4), ([4, 4, 4, 4], 1)], id="the last filled up"
         ),
-        pytest.param(3, Rows(1, 1), [([0], 1), ([1], 1), ([2], 1)], id="one by one"),
         pytest.param(1, Rows(2, None), [([0, 0], 1)], id="at least two"),
-        pytest.param(7, Rows(2, 4, (2, 4)), [([0, 1, 2, 3], 4), ([4, 5, 6, 6], 3)], id="buckets"),
         pytest.param(5, Rows(2, 4, (2, 4)), [([0, 1, 2, 3], 4), ([4, 4], 1)], id="two buckets"),
         pytest.param(0, Rows(4, 4), [([], 0)], id="no rows"),
     ],
