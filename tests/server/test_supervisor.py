@@ -195,15 +195,9 @@ class FakeServer:
             self.now += 0.1
             self.supervisor.step()
 
-    def after(
-        self,
-        seconds: float,
-        events: str = "",
-        calls: str = "",
-        not_ready: Mapping[str, str] | None = None,
-    ) -> None:
+    def after(self, seconds: float, *expected: Any, **not_ready: Any) -> None:
         self.advance(seconds)
-        self.expect(events, calls, not_ready)
+        self.expect(*expected, **not_ready)
 
     def advance(self, seconds: float) -> None:
         self.step(round(seconds / 0.1))
@@ -367,8 +361,7 @@ def test_an_ensemble_that_triton_does_not_load_with_its_part() -> None:
     server.expect("DOWN a", "unload a", needs)
     server.pending.pop()()
     server.pending = None
-    server.step(4)
-    server.expect("READY a 1, READY e 1", "load a, load e")
+    server.after(0.4, "READY a 1, READY e 1", "load a, load e")
     server.withdraw("a")
     server.after(1, "RELEASED a, RELEASED e")
 
