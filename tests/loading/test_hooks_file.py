@@ -56,34 +56,55 @@ class Hooks:
     assert str(hooks) == "preprocess(x, y=1), postprocess(result)"
 
 
+_ONE = "def preprocess(self, x)"
+
+
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "overrides", "error", "message"),
     [
         (
             f"class Hooks:\n    def __init__(self, folder, size):\n        pass\n{_POST}",
+            {},
+            ArtifactError,
             "missing 1 required positional argument: 'size'. Its arguments are none, or `folder`",
         ),
         (
             f"class Hooks:\n    def __init__(self):\n        raise OSError('no labels')\n{_POST}",
+            {},
+            ArtifactError,
             "Hooks() in hooks.py fails at line 3: OSError: no labels",
         ),
-        ("class Hooks:\n    def add(self): ...\n", "hooks.py has no class Hooks with hooks"),
+        ("class Hooks:\n    def add(self): ...\n", {}, ArtifactError, "no class Hooks with hooks"),
+        ("class Hooks:\n    postprocess = 3\n", {}, ArtifactError, "3 is not a callable"),
+        (method("def collate(self, rows, size)"), {}, ArtifactError, "argument: 'size'. It takes"),
         (
-            "class Hooks:\n    postprocess = 3\n",
-            "in hooks.py fails at TypeError: 3 is not a callable",
+            method("def inference(self, module)"),
+            {},
+            ArtifactError,
+            "inference(), which was removed",
         ),
-        (method("def collate(self, rows, size)"), "missing a required argument: 'size'. It takes"),
         (
-            method("def inference(self, module, batch)"),
-            "hooks.py has inference(), which was removed. Call the module in forward()",
+            method("def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)"),
+            {},
+            ArtifactError,
+            "has collate() and preprocess_batch()",
+        ),
+        (method("def collate(self, x)"), {"max_batch_size": 0}, ConfigError, "collate(), and max"),
+        (method(_ONE), {"pad": {"x": {}}}, ConfigError, "has PAD"),
+        (method(_ONE), {"batch_outputs": (BatchOutput("y", "x"),)}, ConfigError, "has batch_input"),
+        (
+            method("def preprocess(self, x, parameters)"),
+            {"response_cache": True},
+            ConfigError,
+            "has response_cache, which compares no parameters",
         ),
     ],
 )
-def test_class_that_cannot_be_created_or_has_no_hooks_is_refused(
-    code: str, message: str, tmp_path: Path
+def test_hooks_that_are_refused(
+    code: str, overrides: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ArtifactError) as refusal:
-        load(tmp_path, code)
+    with pytest.raises(error) as refusal:
+        load(tmp_path, code, **overrides)
     assert message in str(refusal.value)
 
 
@@ -99,37 +120,6 @@ def test_arguments_may_have_any_name_but_parameters(tmp_path: Path) -> None:
     ):
         hooks = load(tmp_path, method(definition))
         assert hooks.takes_parameters == ("parameters" in definition)
-
-
-def test_two_methods_that_do_the_same_are_refused(tmp_path: Path) -> None:
-    code = "def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)"
-    with pytest.raises(ArtifactError, match=r"has collate\(\) and preprocess_batch\(\)"):
-        load(tmp_path, method(code))
-
-
-@pytest.mark.parametrize(
-    ("definition", "overrides", "message"),
-    [
-        ("def collate(self, items)", {"max_batch_size": 0}, "collate(), and max_batch_size is 0"),
-        ("def preprocess(self, x)", {"pad": {"x": {}}}, "has PAD"),
-        (
-            "def preprocess(self, x)",
-            {"batch_outputs": (BatchOutput("y", "x"),)},
-            "has batch_input or batch_output",
-        ),
-        (
-            "def preprocess(self, x, parameters)",
-            {"response_cache": True},
-            "has response_cache, which compares no parameters",
-        ),
-    ],
-)
-def test_options_that_exclude_hooks_are_refused(
-    definition: str, overrides: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        load(tmp_path, method(definition), **overrides)
-    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -28,73 +28,52 @@ def _files(source: Path) -> dict[str, str]:
     return {name: path.relative_to(source.parent).as_posix() for name, path in files.items()}
 
 
-def _modules(source: Path) -> set[str]:
-    files = _files(source)
-    assert files.pop("model.py") == "net.py"
-    assert all(name == place for name, place in files.items())
-    return set(files)
-
-
 # --- modules ---------------------------------------------------------------------------------
 
 
+_FAST = f"fast{EXTENSION_SUFFIXES[0]}"
+
+
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("contents", "empty", "expected"),
     [
-        pytest.param(
+        (
             {
                 "net.py": "import a, both, fast, broken, null, absent",
                 "a.py": "# -*- coding: latin-1 -*-\ndef f():\n    import b\nfrom net import X",
                 "b.py": "import a",
-                "both.py": "",
-                "both/__init__.py": "",
-                f"fast{EXTENSION_SUFFIXES[0]}": "\x7fELF",
+                _FAST: "\x7fELF",
                 "broken.py": "def broken(:",
                 "null.py": "x = '\0'",
-                "absent.txt": "",
             },
-            {
-                *("a.py", "net.py", "b.py", "both/__init__.py", "broken.py", "null.py"),
-                f"fast{EXTENSION_SUFFIXES[0]}",
-            },
-            id="modules",
+            "both.py both/__init__.py absent.txt",
+            f"a.py net.py b.py both/__init__.py broken.py null.py {_FAST}",
         ),
-        pytest.param(
+        (
             {
                 "net.py": "from blocks.conv import X",
-                "blocks/__init__.py": "",
                 "blocks/conv.py": "from . import norm\nfrom .. import outside\nimport sizes",
-                "blocks/norm.py": "",
-                "blocks/deep/tables.json": "{}",
-                "blocks/__pycache__/conv.pyc": "",
-                "blocks/.git/config": "",
-                "sizes.py": "",
-                "tables.json": "",
             },
-            {
-                *("blocks/__init__.py", "blocks/conv.py", "blocks/norm.py"),
-                *("blocks/deep/tables.json", "sizes.py"),
-            },
-            id="package",
+            "blocks/__init__.py blocks/norm.py blocks/a/b blocks/__pycache__/x blocks/.x sizes.py",
+            "blocks/__init__.py blocks/conv.py blocks/norm.py blocks/a/b sizes.py",
         ),
-        pytest.param(
+        (  # a package without __init__.py
             {
                 "net.py": "import plain.conv",
                 "plain/conv.py": "from .parts import x\nimport sizes",
-                "plain/parts.py": "",
-                "plain/weights.pt": "",
-                "sizes.py": "",
             },
-            {"plain/conv.py", "plain/parts.py", "sizes.py"},
-            id="package-without-init",
+            "plain/parts.py plain/weights.pt sizes.py",
+            "plain/conv.py plain/parts.py sizes.py",
         ),
-        pytest.param({"net.py": "def broken(:", "a.py": ""}, set(), id="broken-source"),
+        ({"net.py": "def broken(:"}, "a.py", ""),
     ],
 )
 def test_imports_are_followed_and_packages_are_whole(
-    tmp_path: Path, files: Mapping[str, str], expected: set[str]
+    contents: dict[str, str], empty: str, expected: str, tmp_path: Path
 ) -> None:
-    assert _modules(_lay_out(tmp_path, files)) == expected
+    files = _files(_lay_out(tmp_path, contents | dict.fromkeys(empty.split(), "")))
+    assert files.pop("model.py") == "net.py"
+    assert files == {name: name for name in expected.split()}
 
 
 def test_source_cannot_import_a_model_py_beside_it(tmp_path: Path) -> None:

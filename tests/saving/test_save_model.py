@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import subprocess
+import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import LoadError, SaveError, ToolError
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.processes import child_process
-from torch_py_backend.saving import image_hooks
+from torch_py_backend.saving import image_hooks, source_files
 from torch_py_backend.values import ANY_ROWS
 
 transformers = pytest.importorskip("transformers")
@@ -214,14 +214,9 @@ def test_class_of_the_users_model_py_is_saved_and_stays_imported(
 
 
 _SCRIPT = """
-import sys
 from collections import Counter as Counts
-from pathlib import Path
 
 import torch
-
-from torch_py_backend.errors import SaveError
-from torch_py_backend.saving import source_files
 
 LIMIT = 3
 
@@ -234,21 +229,21 @@ class Letters:
 class Limited(Letters):
     def preprocess(self, text: str):
         return super().preprocess(text[:LIMIT])
-
-
-for hooks in (Limited, Letters):
-    try:
-        source_files.write(Path(sys.argv[1]), "hooks", hooks, "Hooks", write_out=True)
-    except SaveError as error:
-        print(error)
 """
 
 
-def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(tmp_path: Path) -> None:
+def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("Limited uses 'LIMIT', which is defined in the script")
+    loader = SourceFileLoader("__main__", str(tmp_path / "script.py"))
+    script = importlib.util.module_from_spec(ModuleSpec("__main__", loader, origin=loader.path))
+    script.__file__ = loader.path
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    loader.exec_module(script)
+    with pytest.raises(SaveError, match="Limited uses 'LIMIT', which is defined in the script"):
+        source_files.write(tmp_path, "hooks", script.Limited, "Hooks", write_out=True)
+    source_files.write(tmp_path, "hooks", script.Letters, "Hooks", write_out=True)
     scope: dict[str, Any] = {}
     exec((tmp_path / "hooks.py").read_text(), scope)
     assert scope["Hooks"]().preprocess("abba") == 2

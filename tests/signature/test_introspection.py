@@ -160,20 +160,17 @@ def test_types_and_defaults_are_read_from_a_schema() -> None:
     scripted: Any = torch.jit.script(Everything())
     signature = introspection.from_schema(scripted.forward.schema)
     read = signature.arguments
-    assert [(entry.name, entry.type, entry.required, entry.nullable) for entry in read] == [
-        ("x", ArgumentType.TENSOR, True, False),
-        ("d", ArgumentType.DICT, True, False),
-        ("tensors", ArgumentType.LIST, True, False),
-        ("t", ArgumentType.TUPLE, True, False),
-        ("maybe", ArgumentType.TENSOR, True, True),
-        ("n", ArgumentType.INT, True, False),
-        ("f", ArgumentType.FLOAT, False, False),
-        ("flag", ArgumentType.BOOL, False, False),
-        ("word", ArgumentType.STR, False, False),
-        ("words", ArgumentType.STRINGS, False, True),
-        ("rows", ArgumentType.NESTED_STRINGS, False, True),
-        ("some", ArgumentType.LIST, False, True),
+    assert [(entry.name, entry.type.name) for entry in read if entry.required] == [
+        ("x", "TENSOR"),
+        ("d", "DICT"),
+        ("tensors", "LIST"),
+        ("t", "TUPLE"),
+        ("maybe", "TENSOR"),
+        ("n", "INT"),
     ]
+    optional = [entry.type.name for entry in read if not entry.required]
+    assert optional == ["FLOAT", "BOOL", "STR", "STRINGS", "NESTED_STRINGS", "LIST"]
+    assert [entry.name for entry in read if entry.nullable] == ["maybe", "words", "rows", "some"]
     assert all(entry.passing is Passing.POSITIONAL_OR_KEYWORD for entry in read)
     assert str(signature).startswith("forward(Tensor x, Dict(str, Tensor) d, Tensor[] tensors, (")
 
