@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -68,9 +69,6 @@ def values(outcomes: Any, name: str = "y") -> list[Any]:
         outcome if isinstance(outcome, BackendError) else outcome[name].tolist()
         for outcome in outcomes
     ]
-
-
-# --- before the module -----------------------------------------------------------------------
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -169,9 +167,6 @@ def test_collate_makes_one_batch_of_rows_of_any_type() -> None:
     assert [len(call) for call in module.calls] == [2]
 
 
-# --- after the module ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "dims", "returned", "expected"),
     [
@@ -195,9 +190,6 @@ def test_the_result_of_postprocess_becomes_the_output(
     for value in (returned, {"y": returned}):
         hooks = {"postprocess": lambda result, value=value: value}
         assert values(engine(doubled, hooks, outputs=outputs).run([item([1.0])])) == [expected]
-
-
-# --- parameters ------------------------------------------------------------------------------
 
 
 def test_hooks_get_the_parameters_of_their_rows() -> None:
@@ -230,8 +222,8 @@ def test_parameters_may_be_anywhere_among_the_arguments() -> None:
         return x + torch.tensor([[float(row.get("n", 0))] for row in parameters])
 
     model = engine(doubled, {"preprocess_batch": preprocess_batch})
-    outcomes = model.run([item([1.0], parameters={"n": 3}), item([1.0], [2.0])])
-    assert values(outcomes) == [[[8]], [[2], [4]]]
+    sent = [item([1.0], parameters={"n": 3}), item([1.0], [2.0])]
+    assert values(model.run(sent)) == [[[8]], [[2], [4]]]
 
 
 def test_parameters_without_preprocessing_and_with_optional_inputs() -> None:
@@ -246,9 +238,6 @@ def test_parameters_without_preprocessing_and_with_optional_inputs() -> None:
     model = engine(module, {"postprocess_batch": postprocess_batch}, inputs=(_X, optional))
     both = item([1.0], parameters={"n": 2}) | {"z": torch.ones(1, 1)}
     assert values(model.run([both, item([1.0], parameters={"n": 3})])) == [[[4]], [[3]]]
-
-
-# --- errors ----------------------------------------------------------------------------------
 
 
 def picky(x: Tensor) -> Tensor:
@@ -413,9 +402,8 @@ def _of_number(x: int) -> Tensor:
     ],
 )
 def test_preprocess_must_take_the_type_of_its_input(function: Any, kind: str, message: str) -> None:
-    with pytest.raises(BindingError) as refusal:
+    with pytest.raises(BindingError, match=re.escape(message)):
         engine(doubled, {"preprocess": function}, inputs=(build.spec("x", kind),))
-    assert message in str(refusal.value)
 
 
 _IN_PLACE = {"preprocess": lambda x: x.mul_(2)}

@@ -52,11 +52,7 @@ def two(x: Any, y: Any = None) -> Any:
     return x, y
 
 
-def pair(x: Any, n: Any) -> Any:
-    return x, n
-
-
-X, Y = build.spec("x"), build.spec("y")
+X = build.spec("x")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +81,7 @@ def test_any_set_of_optional_inputs_is_bound() -> None:
 
 
 def test_any_input_separates_items() -> None:
-    inputs = inputs_of(two, X, optional(Y))
+    inputs = inputs_of(two, X, optional(build.spec("y")))
     first: Item = {"x": torch.ones(1, 2), "y": torch.ones(1, 2)}
     second: Item = {**first, "y": torch.ones(1, 3)}
     third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
@@ -93,32 +89,27 @@ def test_any_input_separates_items() -> None:
     assert calls == [[0, 4], [1], [2], [3]]
 
 
-def power(x: Any, n: int) -> Any:
-    return x, n
+def takes(annotation: type) -> Callable[..., Any]:
+    def forward(x: Any, n: Any) -> Any:
+        return x, n
+
+    forward.__annotations__["n"] = annotation
+    return forward
 
 
-def factor(x: Any, n: float) -> Any:
-    return x, n
-
-
-def unit(x: Any, n: str) -> Any:
-    return x, n
-
-
-@pytest.mark.parametrize(("forward", "dtype"), [(power, "FP32"), (factor, "BYTES"), (unit, "FP32")])
-def test_scalar_of_another_type_is_refused_at_load(forward: Callable[..., Any], dtype: str) -> None:
+@pytest.mark.parametrize(("annotation", "dtype"), [(int, "FP32"), (float, "BYTES"), (str, "FP32")])
+def test_scalar_of_another_type_is_refused_at_load(annotation: type, dtype: str) -> None:
     with pytest.raises(BindingError):
-        inputs_of(forward, X, build.spec("n", dtype, (1,)))
-
-
-def rows_of_blobs(x: list[list[bytes]]) -> Any:
-    return x
+        inputs_of(takes(annotation), X, build.spec("n", dtype, (1,)))
 
 
 def test_strings_keep_their_shape_in_nested_lists() -> None:
-    inputs = inputs_of(rows_of_blobs, build.spec("x", "BYTES", (2,)))
+    def forward(x: list[list[bytes]]) -> Any:
+        return x
+
+    inputs = inputs_of(forward, build.spec("x", "BYTES", (2,)))
     sent = texts([b"a", b"\xff"], [b"", b"b"])
-    assert received(inputs, rows_of_blobs, {"x": sent}) == [[[b"a", b"\xff"], [b"", b"b"]]]
+    assert received(inputs, forward, {"x": sent}) == [[[b"a", b"\xff"], [b"", b"b"]]]
 
 
 FIXED = {"inputs": (build.spec("x"), build.spec("n"))}
@@ -190,7 +181,7 @@ def test_items_are_alike_if_checked_one_by_one_they_share_a_call(
 
 
 def test_items_with_one_scalar_share_a_call_and_nan_equals_nothing() -> None:
-    inputs = inputs_of(factor, X, build.spec("n", "FP32", (1,)))
+    inputs = inputs_of(takes(float), X, build.spec("n", "FP32", (1,)))
     sent: list[Item] = [
         {"x": torch.ones(2, 4), "n": torch.full((2, 1), value)}
         for value in (2.0, 2.0, float("nan"))

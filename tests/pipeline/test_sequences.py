@@ -65,9 +65,6 @@ def _interrupted(x: Tensor, total: Tensor) -> dict[str, Tensor]:
     return {"y": x, "sum": total + x}
 
 
-# --- memory of states ----------------------------------------------------------------------------
-
-
 def reusing() -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
     """Return a model that writes to its inputs, and returns memory that its next call reuses."""
     memory = torch.zeros(8, 4)
@@ -156,9 +153,6 @@ def test_states_of_any_type(dtype: str) -> None:
     assert served.send(step(1, 0), step(2, 0)) == [1, 0]
 
 
-# --- before READY ------------------------------------------------------------------------------
-
-
 def test_the_warm_up_runs_first_steps_and_those_that_follow_them() -> None:
     calls: list[tuple[int, bool]] = []
 
@@ -230,9 +224,6 @@ def test_samples_have_initial_states_and_controls_of_a_single_step() -> None:
     assert torch.as_tensor(sample["READY"]).tolist() == [[1]] * 3
 
 
-# --- idle sequences ------------------------------------------------------------------------------
-
-
 def test_idle_sequences_are_freed_after_a_request_may_have_been_queued() -> None:
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"))
@@ -258,8 +249,6 @@ def test_a_new_sequence_takes_the_place_of_the_oldest_idle_one() -> None:
     served.send(step(4, 1, "s"))  # no other is idle
     assert served.states._live.keys() == {2, 3, 4}
 
-
-# --- random order ------------------------------------------------------------------------------
 
 _NAMES: st.SearchStrategy[int | str] = st.sampled_from([1, 2, 3, "1", "2", 2**63 + 1])
 _STEPS = st.builds(
