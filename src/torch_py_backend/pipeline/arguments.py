@@ -120,7 +120,8 @@ _RAW = (ArgumentType.RAW, ArgumentType.BYTES, ArgumentType.NESTED_BYTES)
 def _refuse_bytes(value: Value) -> Refusal | None:
     """Refuse strings that are not UTF-8; states are decoded already."""
     try:  # all at once, apart from each other
-        b"\n".join([text for text in _flat(value) if isinstance(text, bytes)]).decode()
+        texts = [text for text in _flat(value) if isinstance(text, bytes)]
+        b"\n".join(texts).decode()
     except UnicodeDecodeError as error:
         return f"is not UTF-8: {error.reason}", ""
     return None
@@ -171,8 +172,11 @@ def _refuse_scalar(expected: str, refuse: _Refuse | None, value: Value) -> Refus
 
 
 def _refuse_rows(refuse: _Refuse, value: Value) -> Refusal | None:
-    refusals = (refuse(value[row, ...]) for row in range(value.shape[0]))
-    return next((refusal for refusal in refusals if refusal is not None), None)
+    for row in range(value.shape[0]):
+        refusal = refuse(value[row, ...])
+        if refusal is not None:
+            return refusal
+    return None
 
 
 def _first(value: Value) -> Any:

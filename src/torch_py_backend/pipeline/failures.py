@@ -118,14 +118,13 @@ class Failures:
     ) -> list[R | BackendError]:
         """Return a result or an error for each item of a call that failed.
 
-        The halves of each failed range are run, the larger ranges first, until a failed range has
-        one item. A single item is not run again. k failing items of n take at most 2 k log2(n)
-        calls, and never more than MAX_CALLS; undecided items keep the failure of their range.
+        `attempt` runs the halves of each failed range, the larger ranges first, until a failed
+        range has one item. A single item is not run again. k failing items of n take at most
+        2 k log2(n) calls, and never more than MAX_CALLS; undecided items keep the failure of their
+        range.
 
         Do not call this in an except block: the next exception would keep the handled one as its
         context, and the memory of its frames.
-
-        `attempt` runs some items, and returns one result for each, or raises.
         """
         results: list[R | Failure] = [failure] * len(items)
         # A batch of several items is a copy: a model that writes to its inputs leaves the items

@@ -201,7 +201,8 @@ class Inputs:
             groups = []
             for members in self._members(admitted):
                 places, items = zip(*members, strict=True)
-                groups.append(Group(*call_of(self._left_out(items[0])), items, places))
+                left_out = self._left_out(items[0])
+                groups.append(Group(*call_of(left_out), items, places))
             return admitted, groups
 
         return group

@@ -146,7 +146,9 @@ class _Output:
         self.cast = converts and self.dtype is not None and self.dtype.is_floating_point
         self.start = int(self.batched)
         # Compared first, because most outputs have fixed dims. None if there is only the batch.
-        self.fixed = self.dims[self.start :] if len(self.dims) > self.start else None
+        self.fixed: tuple[int, ...] | None = None
+        if len(self.dims) > self.start:
+            self.fixed = self.dims[self.start :]
 
     def serves(self, shape: tuple[int, ...]) -> bool:
         """Return whether a shape that does not fit is served; log a warning for the first."""

@@ -75,7 +75,8 @@ def batch_input(made: BatchInput) -> Callable[[Sequence[Value]], Value]:
     numbers = _NUMBERS[made.kind]
 
     def make(values: Sequence[Value]) -> Tensor:
-        array = np.array(numbers([value.shape for value in values]), dtype=made.dtype.numpy)
+        shapes = [value.shape for value in values]
+        array = np.array(numbers(shapes), dtype=made.dtype.numpy)
         column, source = torch.from_numpy(array), values[0]
         return column.to(source.device) if isinstance(source, Tensor) else column
 

@@ -153,7 +153,8 @@ class Slots:
     def __init__(self, config: ModelConfig, admit: Callable[[Item], Item | InputError]) -> None:
         self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
         controls = config.sequencing.controls if config.sequencing is not None else ()
-        self._idle = {entry.name: entry.idle for entry in controls if entry.idle is not None}
+        idle = [control for control in controls if control.idle is not None]
+        self._idle = {control.name: control.idle for control in idle}
         self._admit = admit
 
     def attach(self, entries: Entries) -> Entries:
@@ -176,8 +177,9 @@ class Slots:
             return item
         controls = {name: value for name, value in item.items() if name not in self._sent}
         if not step.starts:  # a first one begins its sequence
-            idle = self._idle.items()
-            controls |= {n: np.full_like(controls[n], off) for n, off in idle if n in controls}
+            for name, off in self._idle.items():
+                if name in controls:
+                    controls[name] = np.full_like(controls[name], off)
         filler = {name: clone(value) for name, value in shaped.items()}
         blank(filler, self._sent)
         return RequestItem(filler | controls, step=step._replace(error=admitted))

@@ -27,8 +27,8 @@ def filled(limits: Rows, extract: Extract, copy: Callable[[Value], Value], count
             return extract(call(*columns), rows)
         pieces: list[list[Value]] = []
         for piece, present in batches.fit(columns, limits):
-            # The model may overwrite the outputs of its previous call.
-            pieces[-1:] = [list(map(copy, last)) for last in pieces[-1:]]
+            if pieces:  # the model may overwrite the outputs of its previous call
+                pieces[-1] = list(map(copy, pieces[-1]))
             size = piece[0].shape[0]
             counts.rows += size - present
             outputs = extract(call(*piece), size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -36,7 +37,7 @@ def _map(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
         parts = _parts(tree)
         mapped = [_map(function, part) for part in parts]
-        if any(new is not part for new, part in zip(mapped, parts, strict=True)):
+        if not all(map(operator.is_, mapped, parts)):
             return _like(tree, mapped)
     return tree
 
