@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,15 @@ def test_without_the_packages_of_the_command_line(package: str) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(f"the command line needs {package}")
     assert done.stderr.endswith(": pip install 'torch-py-backend[serve]'.\n")
+
+
+def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+    (tmp_path / "ü").mkdir()
+    (tmp_path / "ü" / "config.pbtxt").write_text('backend: "python"')
+    command = [sys.executable, "-m", "torch_py_backend", "check", str(tmp_path)]
+    variables = os.environ | {"PYTHONIOENCODING": "ascii"}
+    printed = subprocess.run(command, env=variables, capture_output=True, check=False).stdout
+    assert printed.startswith(b"SKIPPED \\xfc: served by python\n")
 
 
 # --- install ---------------------------------------------------------------------------------
@@ -78,10 +88,7 @@ def test_install_checks_python(
         ("serve empty", "empty holds no models; expected folders with a config.pbtxt."),
         ("serve . --tritonserver=/no/server", "there is no /no/server; expected a tritonserver"),
         ("serve models -- --load-model=m", "has no model 'm'; its models: net"),
-        (
-            "serve models --restrict=trace,logs:k",
-            "'logs:k' is not one of Triton's endpoints: health",
-        ),
+        ("serve models --restrict=trace,logs:k", "'logs:k' is not one of Triton's endpoints"),
         ("install --backend-dir=/no/backends", "/no/backends is not a folder; expected the"),
         ("check /dev/null", "Not a directory: '/dev/null'"),
         ("check /no/[extra]/[/x]", "No such file or directory: '/no/[extra]/[/x]'"),

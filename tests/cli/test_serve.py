@@ -41,14 +41,7 @@ def test_endpoints_open_to_the_network_are_noted(
     assert exposed in note
 
 
-@pytest.mark.parametrize(
-    ("output", "variables"),
-    [("/dev/full", {}), ("/dev/null", {"PYTHONIOENCODING": "ascii"})],
-    ids=["full disk", "ASCII"],
-)
-def test_output_that_cannot_be_written_does_not_end_the_server(
-    output: str, variables: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_full_disk_does_not_end_the_server(tmp_path: Path) -> None:
     python = tmp_path / "triton/backends/python"
     python.mkdir(parents=True)
     for name in ("libtriton_python.so", "triton_python_backend_stub"):
@@ -57,17 +50,15 @@ def test_output_that_cannot_be_written_does_not_end_the_server(
     executable.parent.mkdir()
     executable.write_text("#!/bin/sh\nexit 3\n", encoding="utf-8")
     executable.chmod(0o755)
-    temporary = tmp_path / "größer"  # in the line with the name of the log
-    temporary.mkdir()
     (tmp_path / "models/net").mkdir(parents=True)
     (tmp_path / "models/net/config.pbtxt").touch()
     arguments = [f"--{service}-port=0" for service in ("http", "grpc", "metrics", "health")]
     arguments.append("--tritonserver=triton/bin/tritonserver")  # relative to this folder
-    with Path(output).open("wb") as file:
+    with Path("/dev/full").open("wb") as file:
         ended = subprocess.run(
             [sys.executable, "-m", "torch_py_backend", "serve", "models", *arguments],
             cwd=tmp_path,
-            env=os.environ | variables | {"TMPDIR": str(temporary)},
+            env=os.environ | {"TMPDIR": str(tmp_path)},
             stdout=file,
             stderr=subprocess.PIPE,
             text=True,
