@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.loading import exported, mapped_files
+from torch_py_backend.loading import exported, mapped_files, weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.mapped_files import AliasOnCopy
 
@@ -19,14 +19,7 @@ def saved(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
         safetensors.torch.save_file(tensors, path)
     else:
         torch.save(tensors, path)
-    return mapped_again(path)
-
-
-def mapped_again(path: Path) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        return safetensors.torch.load_file(path)
-    tensors: dict[str, Tensor] = torch.load(path, mmap=True, weights_only=True)
-    return tensors
+    return weights.read(build.config(), path)
 
 
 def shared(*tensors: Tensor) -> int:
@@ -56,7 +49,7 @@ def test_loaded_parameter_is_the_same_object_in_the_memory_of_the_file(path: Pat
     values = weight.detach().clone()
     weight.detach().add_(7)
     assert path.read_bytes() == before
-    assert torch.equal(mapped_again(path)["weight"], values)
+    assert torch.equal(weights.read(build.config(), path)["weight"], values)
 
 
 _BASE = torch.zeros(8, 4)

@@ -39,10 +39,6 @@ class Tied(nn.Module):
         self.head = nn.Linear(2, 4, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.embedding(x))
-        return result
-
 
 class Unusual(Net):
     """Holds a weight in a list and another one in a view, and a buffer that is not saved."""

@@ -254,15 +254,16 @@ def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(
 _VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
 
 
-def _bert(name: str, **settings: Any) -> Any:
-    config = transformers.BertConfig(
-        vocab_size=len(_VOCABULARY),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        **settings,
-    )
+_SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+def _bert(name: str) -> Any:
+    config = transformers.BertConfig(vocab_size=len(_VOCABULARY), **_SMALL)
     return getattr(transformers, name)(config)
 
 
@@ -303,14 +304,7 @@ def test_model_without_a_tokenizer_takes_tokens_of_any_number(tmp_path: Path) ->
 
 
 def test_model_with_an_image_processor_takes_files(tmp_path: Path) -> None:
-    config = transformers.ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        image_size=32,
-        patch_size=8,
-    )
+    config = transformers.ViTConfig(image_size=32, patch_size=8, **_SMALL)
     processor = transformers.ViTImageProcessorPil(size={"height": 32, "width": 32})
     model = transformers.ViTForImageClassification(config)
     document = _saved(tmp_path, model, processor=processor)
