@@ -50,7 +50,6 @@ class Child:
         return self.hear()
 
     def kill(self) -> None:
-        """Kill it, as the kernel's OOM killer does."""
         self.process.kill()
         self.process.wait()
 
@@ -64,7 +63,6 @@ class Child:
 
 @contextlib.contextmanager
 def starting(folder: Path) -> Iterator[Start]:
-    """Yield a function that starts children with this temporary folder."""
     started: list[Child] = []
 
     def start(code: str, *arguments: object, **variables: str) -> Child:

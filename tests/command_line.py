@@ -69,7 +69,6 @@ def here(task: str, arguments: Mapping[str, Any], *rest: object, **_: object) ->
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Return all paths below a folder, with the contents of files."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")

@@ -64,7 +64,6 @@ def _tokens(page: Path) -> list[Token]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the page's blocks of code, those without a fence included."""
     result = []
     for token in _tokens(page):
         if token.type in ("fence", "code_block"):

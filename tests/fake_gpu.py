@@ -28,7 +28,6 @@ class OnGpu(Tensor):
 
 
 def put(tensor: Tensor) -> Tensor:
-    """Return a copy on the GPU."""
     return tensor.clone().as_subclass(OnGpu)
 
 

@@ -322,10 +322,6 @@ def become(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_ready(generation: str, model: Any) -> bool:
-    """Return whether that release calls a model ready, at its endpoints and before calls by others.
-
-    From 26.03 on it asks the model, if that has the method; never before ordinary requests.
-    """
     if generation == GENERATIONS[0] or not hasattr(model, "is_ready"):
         return True
     ready = model.is_ready()
@@ -335,8 +331,6 @@ def is_ready(generation: str, model: Any) -> bool:
 
 
 class ModelConfig:
-    """The config passed to `auto_complete_config`."""
-
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
 
@@ -398,7 +392,6 @@ def request(
 
 
 def _controls(sequencing: dict[str, Any], turn: Turn, document: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the controls that Triton's scheduler adds to a request."""
     shape = (1, 1) if document["max_batch_size"] else (1,)
     flags = {
         "CONTROL_SEQUENCE_START": turn.starts,

@@ -59,7 +59,6 @@ def responses(call: Any) -> Iterator[dict[str, Any] | str]:
 
 
 def check(client: Client, model: str, stream: Stream) -> None:
-    """A stream has the responses, and then the error, that the table has."""
     answers = list(responses(client.ask(model, stream.inputs)))
     if stream.error is not None:
         message = answers.pop()

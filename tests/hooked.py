@@ -130,7 +130,6 @@ def model(code: str) -> Writer:
 
 
 def strings(*rows: str) -> np.ndarray[Any, Any]:
-    """Return a column of strings, one per row."""
     return np.array([[row.encode()] for row in rows], dtype=np.object_)
 
 

@@ -25,7 +25,6 @@ def load(folder: Path, scenario: Scenario) -> TritonPythonModel:
 
 
 def named(name: str) -> Scenario:
-    """A scenario of the table."""
     (scenario,) = [entry for entry in scenarios.TABLE if entry.name == name]
     return scenario
 
@@ -41,7 +40,6 @@ def logged(level: str = "error") -> list[str]:
 
 
 def until(happened: Callable[[], object]) -> None:
-    """Wait until a function returns something true."""
     deadline = time.monotonic() + 60
     while not happened():
         assert time.monotonic() < deadline

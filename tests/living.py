@@ -24,12 +24,10 @@ def ended(process: psutil.Process) -> bool:
 
 
 def left(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that have not ended."""
     return [process for process in processes if not ended(process)]
 
 
 def all_end(processes: Iterable[psutil.Process], seconds: float = 120.0) -> bool:
-    """Return whether all processes end within this time."""
     deadline = time.monotonic() + seconds
     while left(processes):
         if time.monotonic() > deadline:

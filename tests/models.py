@@ -61,17 +61,6 @@ class Factor(nn.Module):
         return x * self.weight * self.factor
 
 
-class Sum(nn.Module):
-    """Takes a list whose items may be None."""
-
-    def forward(self, tensors: list[Tensor | None]) -> Tensor:
-        total = torch.zeros(1)
-        for tensor in tensors:
-            if tensor is not None:
-                total = total + tensor
-        return total
-
-
 class Negate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return -x
@@ -138,8 +127,6 @@ class Judge(nn.Module):
 
 
 class Settings(nn.Module):
-    """Tells what the process is set to."""
-
     def forward(self, x: Tensor) -> Tensor:
         # These two are read by setting them.
         executor = torch._C._jit_set_profiling_executor(True)
@@ -203,8 +190,6 @@ class Optionals(nn.Module):
 
 
 class Blobs(nn.Module):
-    """Bytes that are no text, in rows of two."""
-
     def forward(self, blobs: list[bytes]) -> list[list[bytes]]:
         return [[blobs[i + 1], blobs[i]] for i in range(0, len(blobs), 2)]
 
@@ -230,24 +215,12 @@ class BFloat(nn.Module):
         return x * self.weight
 
 
-def negative_and_mean(x: Tensor) -> dict[str, Tensor]:
-    """The mean is a tensor without dimensions."""
-    return {"y": -x, "mean": x.mean()}
-
-
 def mirror(x: Tensor, b: Tensor) -> dict[str, Tensor]:
     return {"x": x, "b": b, "y": -x}
 
 
 def double(x: Tensor) -> Tensor:
-    """A function, served as it is."""
     return x * 2
-
-
-def build_affine(width: int) -> nn.Module:
-    """A factory."""
-    torch.manual_seed(0)
-    return nn.Linear(width, 1)
 
 
 def echo(**inputs: Tensor) -> dict[str, Tensor]:
@@ -276,8 +249,6 @@ class Convolution(nn.Module):
 
 
 class Accumulate(nn.Module):
-    """A running total, which is a state."""
-
     def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
         if bool((x == -1).any()):
             raise ValueError("no -1")
@@ -286,8 +257,6 @@ class Accumulate(nn.Module):
 
 
 class Signals(nn.Module):
-    """Tells what Triton's scheduler of sequences says."""
-
     def forward(
         self, x: Tensor, START: Tensor, END: Tensor, READY: Tensor, CORRID: Any
     ) -> dict[str, Any]:
@@ -303,17 +272,7 @@ class Cache(nn.Module):
         return past.sum(dim=1, keepdim=True), past
 
 
-class Journal(nn.Module):
-    """A state of strings."""
-
-    def forward(self, words: list[str], pages: list[str]) -> dict[str, list[str]]:
-        written = [page + word for page, word in zip(pages, words, strict=True)]
-        return {"y": written, "new_pages": written}
-
-
 class Chronicle(nn.Module):
-    """States of strings and of numbers."""
-
     def forward(
         self, x: Tensor, words: list[str], pages: list[str], story: list[str], total: Tensor
     ) -> dict[str, Any]:
@@ -393,14 +352,6 @@ class Bags(nn.Module):
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
         return self.table(ids, offsets)
-
-
-class LastSums(nn.Module):
-    """The sum of each request's values, from where each one ends."""
-
-    def forward(self, x: Tensor, end: Tensor) -> Tensor:
-        totals = x.cumsum(0)[end.long() - 1]
-        return totals.diff(prepend=totals.new_zeros(1)).unsqueeze(1)
 
 
 class RowSums(nn.Module):

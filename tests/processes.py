@@ -47,5 +47,4 @@ def instance(
 
 
 def ended(process: subprocess.Popen[str]) -> None:
-    """Wait until a process has ended, without reaping it: its exit code can be read again."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -29,7 +29,6 @@ TABLE: dict[str, tuple[str, str]] = {
 
 
 def write(repository: Path, name: str, text: str) -> None:
-    """Write a model folder; the model itself is valid."""
     (repository / name / "1").mkdir(parents=True)
     (repository / name / "1" / "model.py").write_text(_SOURCE)
     (repository / name / "config.pbtxt").write_text(text)

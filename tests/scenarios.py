@@ -269,12 +269,6 @@ FILES = (
         (Call({"x": _X}, {"y": 6 * _X}),),
     ),
     Scenario("function", python(models.double), _X_TO_Y, (Call({"x": _X}, {"y": 2 * _X}),)),
-    Scenario(
-        "factory",
-        both(python(models.build_affine), safe(models.build_affine(4).state_dict())),
-        x_to_y(1, MODEL_FACTORY="build_affine", MODEL_KWARGS='{"width": 4}'),
-        (Call({"x": _X}, {"y": eager(models.build_affine(4), input=_X)}),),
-    ),
 )
 
 
@@ -293,12 +287,6 @@ _OUTPUTS = {
 }
 
 BATCHES = (
-    Scenario(
-        "unbatched",
-        python(models.negative_and_mean),
-        config({"x": [2, 4]}, {"y": [2, 4], "mean": [1]}, max_batch_size=0),
-        (Call({"x": _X}, {"y": -_X, "mean": _X.mean(keepdims=True)[0]}),),
-    ),
     Scenario(
         "sizes",
         python(models.mirror),
@@ -472,12 +460,6 @@ CALLS = (
         ),
     ),
     Scenario(
-        "torchscript_list_of_optionals",
-        script(models.Sum()),
-        config({"ARGS[0][0]": [4], "ARGS[0][1]": [4]}, {"y": [4]}),
-        (Call({"ARGS[0][0]": _A, "ARGS[0][1]": _B}, {"y": _A + _B}),),
-    ),
-    Scenario(
         "bytes_in_rows",
         python(models.Strings),
         config(
@@ -646,7 +628,6 @@ _JUDGED_GOOD = Call({"x": _row(5)}, {"y": _row(10)})
 
 
 def _poisoned(count: int) -> tuple[Call, ...]:
-    """A batch of 32 with so many bad requests, spread, of all kinds in turn."""
     step = _BATCH // count
     return tuple(
         _POISONS[place // step % len(_POISONS)]
@@ -742,25 +723,12 @@ def _bag(*ids: int) -> Call:
     return Call({"ids": np.array([ids])}, {"y": summed})
 
 
-def _last_sums(folder: Path) -> None:
-    sizes = {"x": {0: torch.export.Dim("values")}, "end": {0: torch.export.Dim("requests")}}
-    inputs = (torch.rand(9), torch.tensor([2, 3, 9], dtype=torch.int32))
-    program = torch.export.export(models.LastSums(), inputs, dynamic_shapes=sizes)
-    torch.export.save(program, folder / "model.pt2")
-
-
-def _summed(*values: float) -> Call:
-    x = np.array([values], np.float32)
-    return Call({"x": x}, {"y": x.sum(1, keepdims=True)})
-
-
 def _row_sums(rows: int, length: int) -> Call:
     x, factor = floats(rows, length, seed=length), floats(rows, 1, seed=rows)
     return Call({"x": x, "factor": factor}, {"y": x.sum(1, keepdims=True) * factor})
 
 
 _ROW_SUMS = (_row_sums(2, 3), _row_sums(1, 5), _row_sums(3, 1))
-_SUMS = (_summed(1, 2, 3), _summed(4), _summed(5, 6))
 
 RAGGED = (
     Scenario(
@@ -801,14 +769,6 @@ RAGGED = (
         batches=((_bag(1, 2, 3), _bag(9), _bag(4, 4)), (_bag(0), _bag(5, 6, 7, 8))),
     ),
     Scenario(
-        "batch_input_of_program",
-        _last_sums,
-        config({"x": [-1, _RAGGED]}, {"y": [1]}, more=TOGETHER)
-        + batch_input("ACCUMULATED_ELEMENT_COUNT", "end"),
-        _SUMS,
-        batches=(_SUMS,),
-    ),
-    Scenario(
         "batch_input_of_rows",
         script(models.RowSums()),
         config({"x": [-1, _RAGGED], "factor": [1]}, {"y": [1]}, more=TOGETHER)
@@ -825,7 +785,6 @@ RAGGED = (
 def sequencing(
     *states: str, strategy: str = "oldest { max_candidate_sequences: 16 }", controls: str = ""
 ) -> str:
-    """The part of a config that makes a model's requests sequences."""
     listed = ", ".join(states)
     state = f"state [{listed}] " if states else ""
     return f"sequence_batching {{ {strategy} {state}{controls} }}\n"
@@ -864,7 +823,6 @@ def steps(name: int | str, *pairs: tuple[Arrays, Arrays]) -> list[Call]:
 
 
 def totals(name: int | str, *rows: float, outputs: tuple[str, ...] = ("y",)) -> list[Call]:
-    """A sequence whose rows are added up."""
     sums = itertools.accumulate(rows)
     pairs = (({"x": _row(row)}, dict.fromkeys(outputs, _row(next(sums)))) for row in rows)
     return steps(name, *pairs)
@@ -1091,12 +1049,6 @@ LOAD_ERRORS = (
         _X_TO_Y,
         "the outputs y do not fit",
         "no list of numbers",
-    ),
-    refused(
-        "factory_missing",
-        _NOTHING,
-        x_to_y(MODEL_FACTORY="no_such_package.models:build"),
-        "no_such_package.models:build() in config.pbtxt fails at ModuleNotFoundError",
     ),
     *(
         refused(name, python(models.Accumulate), _accumulates(batching), *says)

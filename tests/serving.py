@@ -67,8 +67,6 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Serving:
-    """A running server with models of scenarios, and its clients."""
-
     server: Server
     states: dict[str, ModelState]
     http: tritonclient.http.InferenceServerClient
@@ -101,7 +99,6 @@ class Serving:
 
 
 def until(happened: Callable[[], object], seconds: float = 60) -> None:
-    """Wait for what a server does by itself."""
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline
@@ -180,7 +177,6 @@ def _over_in(seconds: float) -> Callable[[], bool]:
 
 
 def _await_metrics(address: str) -> None:
-    """Triton begins to listen for them after it has begun for requests."""
     host, port = address.split(":")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -203,7 +199,6 @@ def asked(folder: Path, *arguments: str) -> Iterator[Serving]:
 
 
 def _options(call: Call) -> dict[str, Any]:
-    """What a client sends beside inputs: a place in a sequence, and parameters."""
     options: dict[str, Any] = {"parameters": call.parameters or None}
     if call.turn is not None:
         options["sequence_id"], options["sequence_start"], options["sequence_end"] = call.turn

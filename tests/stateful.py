@@ -36,7 +36,6 @@ def make_state(
 
 
 def config(*states: State, controls: Sequence[ControlInput] = (), **overrides: Any) -> ModelConfig:
-    """A model whose sequences keep these states."""
     sequencing = SequenceConfig(IDLE_S, tuple(controls), states)
     plain = build.config(sequencing=sequencing, **overrides)
     inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in states)

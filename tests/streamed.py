@@ -67,7 +67,6 @@ class Recorder:
 
 
 def run(model: Engine, *pairs: tuple[dict[str, Value], Recorder]) -> Streams:
-    """Run streams that begin together to their ends."""
     streams = Streams(model)
 
     async def together() -> None:

@@ -22,7 +22,6 @@ _COMMANDS = [
 def test_help(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each command can be imported and lists its options."""
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as end:
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")

@@ -97,7 +97,6 @@ def _request(call: Call, document: dict[str, Any], request_id: str) -> Any:
 
 
 def _value(tensor: Any) -> Any:
-    """Return an array, or for BF16 a torch tensor."""
     try:
         return tensor.as_numpy()
     except fake_triton.TritonModelException:

@@ -107,7 +107,6 @@ TABLE = {
 
 
 def ends(*ids: str) -> list[int]:
-    """What models tell of ids in hexadecimal digits."""
     return [int(one, 16) % 2**_BITS for one in ids]
 
 

@@ -71,14 +71,12 @@ def check_commands(block: Block) -> None:
 
 
 def followed(page: Path) -> bool:
-    """Whether the page is one to be followed."""
     return any(
         one.file or (one.runs and one.language == "python") for one in documentation.blocks(page)
     )
 
 
 def serves(page: Path) -> bool:
-    """Whether following it starts a server."""
     runs = [block for block in documentation.blocks(page) if block.runs]
     return followed(page) and any(map(_starts_server, runs))
 
@@ -189,7 +187,6 @@ class _Reader:
             self._server = None
 
     def _here(self, text: str) -> str:
-        """The text with the ports of the page's server."""
         return _URL.sub(
             lambda found: self._addresses.get(_SERVICES.get(found[1], ""), found[0]), text
         )

@@ -61,6 +61,7 @@ def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
     [
         (torch.export.Dim("rows"), Rows(1, None)),
         (torch.export.Dim("rows", min=2, max=16), Rows(2, 16)),
+        (None, Rows(4, 4)),
     ],
 )
 def test_row_limits_are_read_from_the_program(size: Any, rows: Rows, tmp_path: Path) -> None:
