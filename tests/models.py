@@ -215,12 +215,21 @@ class BFloat(nn.Module):
         return x * self.weight
 
 
+def negative_and_mean(x: Tensor) -> dict[str, Tensor]:
+    return {"y": -x, "mean": x.mean()}
+
+
 def mirror(x: Tensor, b: Tensor) -> dict[str, Tensor]:
     return {"x": x, "b": b, "y": -x}
 
 
 def double(x: Tensor) -> Tensor:
     return x * 2
+
+
+def build_affine(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(width, 1)
 
 
 def echo(**inputs: Tensor) -> dict[str, Tensor]:

@@ -269,6 +269,12 @@ FILES = (
         (Call({"x": _X}, {"y": 6 * _X}),),
     ),
     Scenario("function", python(models.double), _X_TO_Y, (Call({"x": _X}, {"y": 2 * _X}),)),
+    Scenario(
+        "factory",
+        both(python(models.build_affine), safe(models.build_affine(4).state_dict())),
+        x_to_y(1, MODEL_FACTORY="build_affine", MODEL_KWARGS='{"width": 4}'),
+        (Call({"x": _X}, {"y": eager(models.build_affine(4), input=_X)}),),
+    ),
 )
 
 
@@ -287,6 +293,12 @@ _OUTPUTS = {
 }
 
 BATCHES = (
+    Scenario(
+        "unbatched",
+        python(models.negative_and_mean),
+        config({"x": [2, 4]}, {"y": [2, 4], "mean": [1]}, max_batch_size=0),
+        (Call({"x": _X}, {"y": -_X, "mean": _X.mean(keepdims=True)[0]}),),
+    ),
     Scenario(
         "sizes",
         python(models.mirror),
