@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from torch_py_backend.processes import instance_status
+
 # A child imports no torch, unless its code does.
 _PATHS = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)]
 _PATHS += filter(None, [os.environ.get("PYTHONPATH")])
@@ -78,3 +80,43 @@ def starting(folder: Path) -> Iterator[Start]:
                 assert stream is not None
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
+
+
+# --- processes that publish a status, in the role of instances ---------------------------------
+
+_PUBLISH = """
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from torch_py_backend.processes import instance_status
+from torch_py_backend.processes.instance_status import Identity, InstanceState, InstanceStatus
+folder, model, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) or None
+os.environ[instance_status.VARIABLE] = str(folder)  # /proc shows what it was at the start
+status = InstanceStatus(identity=Identity(os.getpid(), model, model + "_0_0", limit))
+{what}
+print("published", flush=True)
+{then}
+time.sleep(1000)
+"""
+
+
+@contextlib.contextmanager
+def instance(
+    folder: Path,
+    what: str,
+    *words: str,
+    then: str = "",
+    model: str = "m",
+    limit: int = 0,
+    mark: bool = True,
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a process that publishes a status with the code `what`, and then runs `then`."""
+    variables = {instance_status.VARIABLE: str(folder)} if mark else {}
+    with starting(folder) as start:
+        code = _PUBLISH.format(what=what, then=then)
+        child = start(code, folder, model, limit, *words, **variables)
+        assert child.hear() == "published"
+        yield child.process
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -7,9 +7,9 @@ import locale
 import logging
 import os
 import sys
-import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from unittest import mock
 
 import children
 import fake_triton
@@ -69,9 +69,7 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     fake_triton.MetricFamily.made.clear()
     fake_triton.MetricFamily.kinds.clear()
     # What a test has made may be collected after it; to look at all objects takes 0.1 s a load.
-    names = ("collect", "freeze", "disable", "enable")
-    idle = types.SimpleNamespace(**dict.fromkeys(names, lambda: None))
-    monkeypatch.setattr(adapter, "gc", idle)
+    monkeypatch.setattr(adapter, "gc", mock.Mock())
     # torch takes this call once in a process; every test is one.
     interop = {"threads": torch.get_num_interop_threads()}
     monkeypatch.setattr(torch, "get_num_interop_threads", lambda: interop["threads"])
@@ -89,21 +87,16 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     monkeypatch.setattr(TritonPythonModel, "initialize", initialize)
     monkeypatch.setattr(composition, "_transport", composition._transport)
     package = logging.getLogger("torch_py_backend")
-    before = (
-        dict(os.environ),
-        locale.setlocale(locale.LC_ALL),
-        torch.get_num_threads(),
-        torch.backends.cudnn.enabled,
-        torch._C._jit_texpr_fuser_enabled(),
-        list(sys.path),
-        (list(package.handlers), package.propagate, package.level),
-    )
-    yield
-    for model in reversed(started):  # inference modes nest
-        model.close()
-    environment, language, threads, cudnn, fuser, path, logger = before
-    os.environ.clear()
-    os.environ.update(environment)
+    monkeypatch.setattr(package, "handlers", [*package.handlers])
+    monkeypatch.setattr(package, "propagate", package.propagate)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    level, language = package.level, locale.setlocale(locale.LC_ALL)
+    threads, cudnn = torch.get_num_threads(), torch.backends.cudnn.enabled
+    fuser = torch._C._jit_texpr_fuser_enabled()
+    with mock.patch.dict(os.environ):
+        yield
+        for model in reversed(started):  # inference modes nest
+            model.close()
     locale.setlocale(locale.LC_ALL, language)
     torch.set_num_threads(threads)
     torch.backends.cudnn.enabled = cudnn
@@ -111,6 +104,4 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     torch._C._jit_set_profiling_executor(True)
     torch._C._jit_set_profiling_mode(True)
     torch._C._set_graph_executor_optimize(True)
-    sys.path[:] = path
-    package.handlers, package.propagate = logger[0], logger[1]
-    package.setLevel(logger[2])
+    package.setLevel(level)

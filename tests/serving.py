@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import socket
@@ -107,19 +108,14 @@ def until(happened: Callable[[], object], seconds: float = 60) -> None:
 
 @contextlib.contextmanager
 def running(folder: Path, *arguments: str, ready: bool = True) -> Iterator[Server]:
-    """A server that has tried to load every model.
-
-    Args:
-        folder: with the models in `repository`; beside it comes `server.log`.
-        arguments: more arguments for tritonserver.
-        ready: none may have been refused.
-    """
+    """A server that has tried to load every model in `repository`; if `ready`, with success."""
     log_path = folder / "server.log"
     with contextlib.ExitStack() as stack:
         server, states = _loaded(stack, folder / "repository", log_path, arguments)
         refused = [one for one in states if one.reason]
         assert not (ready and refused), (refused, log_path.read_text(errors="replace"))
-        _await_metrics(server.metrics_address)
+        # Triton begins to listen for them after it has begun for requests.
+        until(lambda: _listens(server.metrics_address))
         yield server
 
 
@@ -134,56 +130,38 @@ def _loaded(
     deadline = time.monotonic() + _LONGEST_S
     while True:
         with contextlib.ExitStack() as attempt:
-            server = Server(
-                repository,
-                address=_ADDRESS,
-                arguments=(EXIT, "--exit-on-error=false", *arguments),
-                log=log_path,
+            options = (EXIT, "--exit-on-error=false", *arguments)
+            server = attempt.enter_context(
+                Server(repository, address=_ADDRESS, arguments=options, log=log_path)
             )
-            attempt.enter_context(server)
-            states = None
             try:
-                states = _states(server, deadline)
+                if states := server.wait_loaded(functools.partial(_has_forgotten, server)):
+                    stack.push(attempt.pop_all())
+                    return server, states
             except ToolError:
-                log = log_path.read_text(errors="replace")
-                if _STALLED not in log or time.monotonic() > deadline:
+                if _STALLED not in log_path.read_text(errors="replace"):
                     raise
-            if states is not None:
-                stack.push(attempt.pop_all())
-                return server, states
+            assert time.monotonic() < deadline
         log_path.rename(log_path.with_suffix(".forgotten"))
 
 
-def _states(server: Server, deadline: float) -> list[ModelState] | None:
-    """Return the states of a server's models; None: it waits for the end of what it has loaded."""
-    was_idle = False
-    while True:
-        if models := server.wait_loaded(_over_in(_FORGOTTEN_S)):
-            return models
-        assert time.monotonic() < deadline
-        states = set()
-        with contextlib.suppress(OSError, ValueError):  # an instance has just ended
-            for path in instance_status.files(server.status_folder):
-                states.add(instance_status.Reader(path).read().state)
-        is_idle = states == {InstanceState.IDLE}
-        if is_idle and was_idle:
-            return None
-        was_idle = is_idle
+def _has_forgotten(server: Server) -> bool:
+    """Whether the server waits for the end of loads that have all ended."""
+    statuses = []
+    with contextlib.suppress(OSError, ValueError):  # an instance has just ended
+        paths = instance_status.files(server.status_folder)
+        statuses = [instance_status.Reader(path).read() for path in paths]
+    return bool(statuses) and all(
+        status.state is InstanceState.IDLE and time.monotonic() > status.since + _FORGOTTEN_S
+        for status in statuses
+    )
 
 
-def _over_in(seconds: float) -> Callable[[], bool]:
-    end = time.monotonic() + seconds
-    return lambda: time.monotonic() > end
-
-
-def _await_metrics(address: str) -> None:
+def _listens(address: str) -> bool:
     host, port = address.split(":")
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=60):
-            return
-        time.sleep(0.05)
-    raise AssertionError(address)
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=60):
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import instance
+from children import instance
 
 from torch_py_backend.server import cleanup
 from torch_py_backend.server.cleanup import ServerFolder

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import ended, instance
+from children import ended, instance
 
 from torch_py_backend.server import cleanup, instances
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
