@@ -401,16 +401,6 @@ def _units(unit: str) -> Arrays:
     return _SCALARS | {"unit": strings([unit], [unit])}
 
 
-class _Stateful(nn.Module):
-    """An LSTM's state: two tensors that come together or not at all."""
-
-    def forward(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        assert bool((x != 77).all()), "value 77"
-        return x if state is None else x * state[0] + state[1]
-
-
 def _optional(*names: str) -> dict[str, list[int | str]]:
     return {"x": [4], **{name: [4, "optional: true"] for name in names}}
 
@@ -431,19 +421,6 @@ CALLS = (
             Call({"bias": _X, "x": _X}, {"y": _X + _X}),
             Call({"x": _X, "ARGS[2][0]": _X, "ARGS[2][1]": _X}, {"y": _X * _X + _X}),
             Call({"x": _X, "ARGS[2][1]": _X}, Refused(400, ("ARGS[2][1] leave gaps",))),
-        ),
-    ),
-    Scenario(
-        "optional_tuple_torchscript",
-        script(_Stateful()),
-        config(_optional("ARGS[1][0]", "ARGS[1][1]"), {"y": [4]}),
-        (
-            Call({"x": _X}, {"y": _X}),
-            Call({"x": _X, "ARGS[1][0]": _X, "ARGS[1][1]": _X}, {"y": _X * _X + _X}),
-            Call(
-                {"x": np.full((2, 4), 77, np.float32)},
-                Refused(500, ("model 'optional_tuple_torchscript'", "value 77")),
-            ),
         ),
     ),
     Scenario(
@@ -996,88 +973,39 @@ def refused(name: str, write: Writer, text: str, *says: str) -> Scenario:
 _NOTHING: Writer = lambda folder: None  # noqa: E731
 _SCRIPTED = torch.jit.script(models.Negate())
 
+_COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
+_LISTS = "def f(x):\n    return {'y': (x * 2).tolist()}\n"
+
+
+def _refused(name: str, text: str, says: str) -> Scenario:
+    return refused(name, python(models.Negate), text, says)
+
+
+def _refused_state(name: str, batching: str, says: str) -> Scenario:
+    return refused(name, python(models.Accumulate), _accumulates(batching), says)
+
+
 LOAD_ERRORS = (
-    *(
-        refused(name, python(models.Negate), x_to_y(4, **options), *says)
-        for name, options, *says in (
-            (
-                "compiler_missing",
-                {"TORCH_COMPILE_OPTIONAL_PARAMETERS": _NO_COMPILER},
-                "torch.compile failed",
-                "such as g++",
-                '{"disable": true}',
-            ),
-            (
-                "cache_unwritable",
-                {"COMPILE_CACHE_DIR": "/proc/cache", "TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}"},
-                "COMPILE_CACHE_DIR is '/proc/cache', which cannot be used",
-            ),
-            (
-                "bad_option",
-                {"NUM_THREADS": "many"},
-                "the parameter NUM_THREADS is 'many'",
-                "expected an integer; 0 or less leaves it unset",
-            ),
-        )
+    _refused("compiler_missing", x_to_y(4, **{_COMPILE: _NO_COMPILER}), "such as g++"),
+    _refused(
+        "cache_unwritable",
+        x_to_y(4, COMPILE_CACHE_DIR="/proc/cache", **{_COMPILE: "{}"}),
+        "COMPILE_CACHE_DIR is '/proc/cache'",
     ),
-    refused("no_files", _NOTHING, _X_TO_Y, "holds no files", "expected model.py or model.pt"),
-    refused(
-        "whole_module",
-        saved(nn.Linear(4, 4)),
-        _X_TO_Y,
-        "model.pt is weights without code, or a pickled module",
-        "Save module.state_dict()",
-    ),
-    refused(
-        "truncated",
-        raw(_SCRIPTED.save_to_buffer()[:-300]),
-        _X_TO_Y,
-        "model.pt is not a PyTorch file, or a damaged one",
-    ),
-    refused(
-        "syntax_error",
-        text("import torch\n\ndef forward(:\n"),
-        _X_TO_Y,
-        "model.py fails at line 3: SyntaxError",
-    ),
-    refused(
-        "several_classes",
-        python(models.Negate, models.AddSub),
-        _X_TO_Y,
-        "defines Negate, AddSub",
-        "MODEL_CLASS",
-    ),
-    refused(
-        "no_weights",
-        python(models.Affine),
-        _X_TO_3,
-        "Affine has 3 weights",
-        "expected model.safetensors, .pt or .pth",
-        'WEIGHTS to "none"',
-    ),
-    refused(
-        "list_error",
-        text("def f(x):\n    return {'y': (x * 2).tolist()}\n"),
-        _X_TO_Y,
-        "the outputs y do not fit",
-        "no list of numbers",
-    ),
-    *(
-        refused(name, python(models.Accumulate), _accumulates(batching), *says)
-        for name, batching, *says in (
-            (
-                "state_of_another_shape",
-                sequencing(state(dims="1")),
-                "output 'sum' is float32 [8, 4]",
-                "expected float32 [-1, 1]",
-            ),
-            ("state_file_missing", sequencing(state(initial='data_file: "begins"')), "begins"),
-            (
-                "iterative_sequences",
-                sequencing(state(), controls="iterative_sequence: true"),
-                "sequence_batching contains",
-            ),
-        )
+    _refused("bad_option", x_to_y(NUM_THREADS="many"), "the parameter NUM_THREADS is 'many'"),
+    refused("no_files", _NOTHING, _X_TO_Y, "holds no files"),
+    refused("whole_module", saved(nn.Linear(4, 4)), _X_TO_Y, "Save module.state_dict()"),
+    refused("truncated", raw(_SCRIPTED.save_to_buffer()[:-300]), _X_TO_Y, "or a damaged one"),
+    refused("syntax_error", text("import torch\n\ndef f(:\n"), _X_TO_Y, "line 3: SyntaxError"),
+    refused("several_classes", python(models.Negate, models.AddSub), _X_TO_Y, "MODEL_CLASS"),
+    refused("no_weights", python(models.Affine), _X_TO_3, 'WEIGHTS to "none"'),
+    refused("list_error", text(_LISTS), _X_TO_Y, "no list of numbers"),
+    _refused_state("state_of_another_shape", sequencing(state(dims="1")), "output 'sum' is"),
+    _refused_state("state_file_missing", sequencing(state(initial='data_file: "b"')), "'b'"),
+    _refused_state(
+        "iterative_sequences",
+        sequencing(state(), controls="iterative_sequence: true"),
+        "sequence_batching contains",
     ),
 )
 

@@ -272,7 +272,6 @@ _REFUSED = (
         "stream_in_unary",
         TICKER,
         config(_COUNT, _Y, more=_NOT_DECOUPLED),
-        "forward() makes a stream of results, and the model is not decoupled",
         "Write model_transaction_policy { decoupled: true } into config.pbtxt",
     ),
     (
