@@ -23,15 +23,18 @@ pytestmark = pytest.mark.usefixtures("process", "dynamo")
 class Buffers(nn.Module):
     count: Tensor
     replaced: Tensor
+    sparse: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(4))
         self.register_buffer("replaced", torch.zeros(4), persistent=False)
+        self.register_buffer("sparse", torch.eye(4).to_sparse(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result = x + self.count + self.replaced
+        result = x + self.count + self.replaced + self.sparse.to_dense().sum(0)
         self.count += 1
+        self.sparse.mul_(2)
         self.replaced = self.replaced + x.sum()
         return result
 

@@ -51,7 +51,6 @@ def test_a_scalar_input_has_the_same_made_up_value_in_all_rows() -> None:
     config = build.config(inputs=(build.spec("x"), build.spec("scale", dims=(1,))))
     model = engine(config, lambda x, scale: x * scale, scale=ArgumentType.FLOAT)
     warmup.run(model)
-    assert model.counts.rows
 
 
 @pytest.mark.parametrize(

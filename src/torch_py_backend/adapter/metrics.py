@@ -51,14 +51,12 @@ class Family(NamedTuple):
         doc: a description; Triton's HELP.
         read: returns the present values.
         label: the label that it has beside those of the model or the instance; empty: none.
-        of_load: whether the warm-up counts, too.
     """
 
     name: str
     doc: str
     read: Read
     label: str = ""
-    of_load: bool = False
 
     @property
     def grows(self) -> bool:
@@ -141,14 +139,12 @@ TABLE = (
         "pytorch_py_compiled_graphs_total",
         "Graphs that torch.compile compiled, or found in its cache, before READY",
         _counted("compiled_graphs", _compiles),
-        of_load=True,
     ),
     Family(
         "pytorch_py_compile_cache_total",
         "Starts that found compiled graphs of an earlier start (hit), or had to compile (miss)",
         _compile_cache,
         "result",
-        of_load=True,
     ),
     Family(
         "pytorch_py_eager_calls_total",
@@ -210,13 +206,7 @@ class Publisher:
         self.sequences: Sequences | None = None
         # Triton's metrics, by the name of the family and the value of its own label.
         self._metrics: dict[tuple[str, str], Any] = {}
-        # Their last values, and what was counted by the warm-up.
-        self._before = {
-            (row.name, label): value
-            for row in TABLE
-            if row.grows and not row.of_load
-            for label, value in row.read(self).items()
-        }
+        self._before: dict[tuple[str, str], float] = {}  # their last values
         self._publishes = True
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)

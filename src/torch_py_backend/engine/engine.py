@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -167,8 +168,8 @@ class Engine:
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Allow compilation within the context; forbid it afterwards."""
-        forward = self.loaded.module
+        """Allow compilation within the context; forbid it, and begin to count, afterwards."""
+        forward, counts = self.loaded.module, Counts()
         if self._compiled is None:
             yield
         else:
@@ -178,15 +179,17 @@ class Engine:
             graphs, hits, misses = (
                 after - number for after, number in zip(compilation.progress(), before, strict=True)
             )
-            self.counts.compiled_graphs += graphs
+            counts.compiled_graphs = graphs
             if hits or misses:
-                self.counts.compile_cache["miss" if misses else "hit"] = 1
+                counts.compile_cache["miss" if misses else "hit"] = 1
             forward = self._compiled.seal()
         if self._shared is not None and self.failures.writes_buffers():
             raise sharing.not_shared_error(
                 "the model writes to its buffers, which other instances share"
             )
         self.failures.reset()
+        for field in dataclasses.fields(counts):  # without those of the warm-up
+            setattr(self.counts, field.name, getattr(counts, field.name))
         self._use(forward)
 
     def clean(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import types
 from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
 from functools import cached_property
@@ -35,53 +34,53 @@ class ModelState:
 
     def __init__(self, engine: Engine) -> None:
         self._modules = dict(_modules(engine))
-        self._buffers = self._named_buffers()
-        self._versions = {path: failures.version(tensor) for path, tensor in self._buffers.items()}
-        sizes = itertools.accumulate(tensor.nbytes for tensor in self._buffers.values())
-        self._copies = {
-            path: tensor.clone()
-            for (path, tensor), size in zip(self._buffers.items(), sizes, strict=True)
-            if size <= _COPIED_BYTES
-        }
         self._objects = dict(_objects(engine, self._modules))
         # While they are kept, no other object gets an identity or an address of theirs.
         self._kept: list[object] = []
         self._marks = self._read()
+        # Buffers and their copies.
+        self._copies: dict[str, tuple[Tensor, Tensor]] = {}
+        copied = 0
+        for path, tensor in self._buffers():
+            copied += tensor.numel() * tensor.element_size()  # sparse ones have no nbytes
+            if copied <= _COPIED_BYTES:
+                self._copies[path] = tensor, tensor.clone()
 
     def put_back(self) -> list[str]:
         """Put buffers back; return the names of everything else that the warm-up has changed."""
-        changed = []
-        present = self._named_buffers()
-        for path in self._buffers | present:
-            if path in present and failures.version(present[path]) == self._versions.get(path):
-                continue
-            copied = self._copies.get(path)
-            if copied is None or copied.shape != self._buffers[path].shape:
-                changed.append(path)
-                continue
-            tensor = self._buffers[path]
-            with torch.no_grad():  # into the same memory: graphs read it there
-                tensor.copy_(copied)
-            module, dot, name = path.rpartition(".")
-            setattr(self._modules[module + dot], name, tensor)
         before, marks = self._marks, self._read()
-        return changed + [path for path in before | marks if before.get(path) != marks.get(path)]
+        changed = [path for path in before | marks if before.get(path) != marks.get(path)]
+        return [path for path in changed if not self._restore(path)]
 
-    def _named_buffers(self) -> dict[str, Tensor]:
-        return {
-            path + name: tensor
-            for path, module in self._modules.items()
-            for name, tensor in module.named_buffers(recurse=False)
-        }
+    def _restore(self, path: str) -> bool:
+        """Put a buffer back; return whether there is a copy that fits."""
+        if path not in self._copies:
+            return False
+        tensor, copied = self._copies[path]
+        if copied.shape != tensor.shape:
+            return False
+        with torch.no_grad():  # into the same memory: graphs read it there
+            tensor.copy_(copied)
+        module, dot, name = path.rpartition(".")
+        setattr(self._modules[module + dot], name, tensor)
+        return True
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for path, module in self._modules.items():
+            for name, tensor in module.named_buffers(recurse=False):
+                yield path + name, tensor
 
     def _read(self) -> dict[str, _Mark]:
-        """Return the marks of the attributes of all objects by their paths."""
+        """Return the marks of all buffers and attributes by their paths."""
         marks = {}
+        for path, tensor in self._buffers():
+            marks[path] = _mark(tensor, stays=True)
+            self._kept.append(tensor)
         for path, part in self._objects.items():
             # Attributes of TorchScript are other Python objects each time.
             stays = not isinstance(part, ScriptModule)
             for name, value in _attributes(part).items():
-                marks[path + name] = _mark(value, stays)
+                marks[path + name] = _mark(value, stays=stays)
                 self._kept.append(value)
         return marks
 
@@ -130,17 +129,17 @@ def _attributes(part: object) -> dict[str, object]:
     }
 
 
-def _mark(value: object, stays: bool) -> _Mark:  # noqa: FBT001
+def _mark(value: object, *, stays: bool) -> _Mark:
     """Return what tells an attribute from its later value; `stays`: objects keep their identity."""
     kind, identity = type(value), id(value) if stays else None
     if isinstance(value, _VALUES):
         return kind, repr(value)
     if isinstance(value, tuple):
-        return kind, *(_mark(part, stays) for part in value)
+        return kind, *(_mark(part, stays=stays) for part in value)
     if isinstance(value, _CONTAINERS):
         return kind, identity, len(value)
     if isinstance(value, Tensor):
-        # A sparse tensor, or one of a library, may have no address.
+        # A tensor of a library may have no address.
         with contextlib.suppress(Exception):
             return kind, value.shape, failures.version(value)
     return kind, identity

@@ -248,8 +248,11 @@ def version(tensor: Tensor) -> tuple[int, int | bytes]:
 
     Inference tensors (buffers that `forward()` creates in inference mode) have no version.
     """
+    counted = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  has no public name
+    if tensor.layout is not torch.strided:  # it has no address
+        return id(tensor), counted
     if not tensor.is_inference():
-        return tensor.data_ptr(), tensor._version  # noqa: SLF001  has no public name
+        return tensor.data_ptr(), counted
     # contiguous() keeps a stride of 0 of a tensor with one value.
     values = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     array = values.view(torch.uint8).cpu().numpy()

@@ -40,7 +40,7 @@ CODES = (OK, "INVALID_ARG", "INTERNAL", "UNAVAILABLE", "CANCELLED")
 
 @dataclass(slots=True)
 class Counts:
-    """The counters of an instance: totals since the model was loaded, including the warm-up.
+    """The counters of an instance: totals since the warm-up.
 
     Plain numbers, which the metrics publisher reads periodically: `adapter.metrics`. Each has one
     writer at a time, so that no count is lost without a lock.
