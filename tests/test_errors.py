@@ -50,13 +50,9 @@ def test_a_message_says_what_was_found_and_expected_and_what_to_do(
     assert str(raised.value) == f"model 'digits': {message}"
 
 
-@pytest.mark.parametrize(
-    "error", [errors.ToolError("no folder."), errors.CallError("other", "it answers: no.")]
-)
-def test_an_error_about_no_model_or_a_called_one_does_not_get_the_name(
-    error: BackendError,
-) -> None:
-    assert errors.named("digits", error) == str(error)
+def test_an_error_about_no_model_or_a_called_one_does_not_get_the_name() -> None:
+    for error in (errors.ToolError("no folder."), errors.CallError("other", "it answers: no.")):
+        assert errors.named("digits", error) == str(error)
 
 
 def test_at_most_eight_names_are_shown() -> None:

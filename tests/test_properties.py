@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import build
@@ -169,23 +169,6 @@ def _identity(ids: Any, mask: Any) -> dict[str, Any]:
     return {"y": ids, "kept": mask}
 
 
-def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
-    """Return an engine of a model that returns its inputs, with PAD."""
-    ids, mask, y, kept = (build.spec(name, "INT64", (-1,)) for name in ("ids", "mask", "y", "kept"))
-    settings = build.config(
-        inputs=(
-            dataclasses.replace(ids, ragged=True),
-            dataclasses.replace(mask, ragged=True, optional=True),
-        ),
-        outputs=(y, kept),
-        max_batch_size=16,
-        pad={"ids": {**pad, "mask": "mask", "outputs": ["y", "kept"]}},
-    )
-    signature = Signature((_argument("ids"), _argument("mask")))
-    loaded = Loaded(build.artifact(), _identity, signature, None, rows)
-    return Engine(settings, loaded, torch.device("cpu"))
-
-
 @given(
     st.lists(
         st.tuples(st.integers(1, 3), st.integers(0, 9), st.booleans()), min_size=1, max_size=6
@@ -203,11 +186,23 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
 def test_padded_items_get_their_own_back(
     shapes: list[tuple[int, int, bool]], pad: dict[str, Any], rows: Rows
 ) -> None:
-    engine = _padded_engine(pad, rows)
+    ids, mask, y, kept = (build.spec(name, "INT64", (-1,)) for name in ("ids", "mask", "y", "kept"))
+    settings = build.config(
+        inputs=(
+            dataclasses.replace(ids, ragged=True),
+            dataclasses.replace(mask, ragged=True, optional=True),
+        ),
+        outputs=(y, kept),
+        max_batch_size=16,
+        pad={"ids": {**pad, "mask": "mask", "outputs": ["y", "kept"]}},
+    )
+    signature = Signature((_argument("ids"), _argument("mask")))
+    loaded = Loaded(build.artifact(), _identity, signature, None, rows)
+    engine = Engine(settings, loaded, torch.device("cpu"))
     items: list[Item] = []
     for number, (count, length, masked) in enumerate(shapes):
-        ids = np.arange(count * length, dtype=np.int64).reshape(count, length) + 100 * number
-        items.append({"ids": ids, **({"mask": ids % 2} if masked else {})})
+        sent = np.arange(count * length, dtype=np.int64).reshape(count, length) + 100 * number
+        items.append({"ids": sent, **({"mask": sent % 2} if masked else {})})
     outcomes = engine.run(items)
     for item, outcome in zip(items, outcomes, strict=True):
         assert isinstance(outcome, dict), outcome

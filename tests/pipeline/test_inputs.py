@@ -114,6 +114,8 @@ def test_strings_keep_their_shape_in_nested_lists() -> None:
 
 FIXED = {"inputs": (build.spec("x"), build.spec("n"))}
 ANYWHERE = {**FIXED, "force_cpu_only_input_tensors": False}
+VARIABLE = {"inputs": (build.spec("x", dims=(-1,)), build.spec("n"))}
+OPTIONAL = {"inputs": (build.spec("x"), optional(build.spec("n")))}
 TEXTS = {"inputs": (build.spec("x", "BYTES", (1,)),)}
 PADDED = {
     "inputs": tuple(
@@ -140,16 +142,10 @@ def ids(rows: int, length: int, mask: int | None = None) -> Item:
         pytest.param(FIXED, [pair_of(), pair_of(2, (2, 4))], True, id="fixed dims"),
         pytest.param(FIXED | {"max_batch_size": 0}, [pair_of()], True, id="no batches"),
         pytest.param(
-            {"inputs": (build.spec("x", dims=(-1,)), build.spec("n"))},
-            [pair_of(), pair_of() | {"x": torch.zeros(1, 3)}],
-            False,
-            id="variable dims",
+            VARIABLE, [pair_of(), pair_of() | {"x": torch.zeros(1, 3)}], False, id="variable dims"
         ),
         pytest.param(
-            {"inputs": (build.spec("x"), optional(build.spec("n")))},
-            [pair_of(), {"x": torch.zeros(2, 4)}],
-            False,
-            id="an input is missing",
+            OPTIONAL, [pair_of(), {"x": torch.zeros(2, 4)}], False, id="an input is missing"
         ),
         pytest.param(ANYWHERE, [pair_of(), pair_of()], True, id="one device"),
         pytest.param(ANYWHERE, [pair_of(), pair_of(device="meta")], False, id="two devices"),
@@ -175,9 +171,8 @@ def test_items_are_alike_if_checked_one_by_one_they_share_a_call(
     assert inputs.alike(items) is shares
     monkeypatch.setattr(inputs, "alike", lambda _: False)
     entries, groups = inputs.stage(lambda _: identity)(items)
-    assert shares == (
-        len(groups) == 1 and not any(isinstance(entry, InputError) for entry in entries)
-    )
+    refused = [entry for entry in entries if isinstance(entry, InputError)]
+    assert shares == (len(groups) == 1 and not refused)
 
 
 def test_items_with_one_scalar_share_a_call_and_nan_equals_nothing() -> None:
