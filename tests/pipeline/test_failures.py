@@ -250,27 +250,22 @@ def test_no_result_is_wrong_with_bad_values_and_varying_memory(
     served = engine(Model(judge), rows, inputs=(x,), **overrides)
     for _ in range(60):
         fits[0] = random.choice([2, 3, 9, 32, 32])
-        sent = [
-            items([random.random()], random.randint(1, 5), random.choice([3, 4]))[0]
-            for _ in range(random.randint(1, 6))
-        ]
-        wrong = {
-            place: random.choice(list(kinds)) for place in range(len(sent)) if random.random() < 0.2
-        }
-        for place, value in wrong.items():
-            x_of = np.asarray(sent[place]["x"])
-            x_of[random.randrange(len(x_of)), 1] = value
+        sent, wrong = list[Item](), dict[int, float]()
+        for place in range(random.randint(1, 6)):
+            sent += items([random.random()], random.randint(1, 5), random.choice([3, 4]))
+            if random.random() < 0.2:
+                wrong[place] = random.choice(list(kinds))
+                x_of = np.asarray(sent[place]["x"])
+                x_of[random.randrange(len(x_of)), 1] = wrong[place]
         outcomes = served.run(sent)
 
         fixed = rows.least > 1 or "batch_buckets" in overrides
         for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
-            if isinstance(outcome, BackendError):
-                too_large = fixed or len(np.asarray(item["x"])) > fits[0]
-                assert place in wrong or (too_large and isinstance(outcome, OutOfMemoryError))
-                allowed = kinds.get(wrong.get(place, 0), OutOfMemoryError)
-                assert isinstance(outcome, allowed | OutOfMemoryError)
+            if place in wrong:
+                assert isinstance(outcome, kinds[wrong[place]] | OutOfMemoryError)
+            elif isinstance(outcome, OutOfMemoryError):
+                assert fixed or len(np.asarray(item["x"])) > fits[0]
             else:
-                assert place not in wrong
                 np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(item["x"]))
 
 

@@ -63,12 +63,9 @@ def item(*rows: Any, parameters: dict[str, Any] | None = None) -> dict[str, Any]
     return RequestItem(tensors, parameters=parameters)
 
 
-def values(outcomes: Any, name: str = "y") -> list[Any]:
+def values(outcomes: Any) -> list[Any]:
     """Return each outcome's output as lists, or its error."""
-    return [
-        outcome if isinstance(outcome, BackendError) else outcome[name].tolist()
-        for outcome in outcomes
-    ]
+    return [one if isinstance(one, BackendError) else one["y"].tolist() for one in outcomes]
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -216,28 +213,21 @@ def test_hooks_get_the_parameters_of_their_rows() -> None:
     assert received["collate"] == [[3, 3, 5, 5]]  # the last row fills
 
 
-def test_parameters_may_be_anywhere_among_the_arguments() -> None:
-    def preprocess_batch(parameters: Any, x: Tensor) -> Tensor:
-        assert len(parameters) == len(x)
-        return x + torch.tensor([[float(row.get("n", 0))] for row in parameters])
+def added(x: Tensor, parameters: Any) -> Tensor:
+    assert len(parameters) == len(x)
+    return x + torch.tensor([[float(row.get("n", 0))] for row in parameters])
 
-    model = engine(doubled, {"preprocess_batch": preprocess_batch})
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        {"preprocess_batch": lambda parameters, x: added(x, parameters)},
+        {"postprocess_batch": added},
+    ],
+)
+def test_hooks_for_batches_get_the_parameters_of_each_row(hooks: dict[str, Any]) -> None:
     sent = [item([1.0], parameters={"n": 3}), item([1.0], [2.0])]
-    assert values(model.run(sent)) == [[[8]], [[2], [4]]]
-
-
-def test_parameters_without_preprocessing_and_with_optional_inputs() -> None:
-    optional = dataclasses.replace(build.spec("z", dims=(-1,)), optional=True)
-
-    def module(x: Tensor, z: Tensor | None = None) -> Tensor:
-        return x if z is None else x + z
-
-    def postprocess_batch(result: Tensor, parameters: Any) -> Tensor:
-        return result * torch.tensor([[float(row.get("n", 1))] for row in parameters])
-
-    model = engine(module, {"postprocess_batch": postprocess_batch}, inputs=(_X, optional))
-    both = item([1.0], parameters={"n": 2}) | {"z": torch.ones(1, 1)}
-    assert values(model.run([both, item([1.0], parameters={"n": 3})])) == [[[4]], [[3]]]
+    assert values(engine(Recorder(), hooks).run(sent)) == [[[4]], [[1], [2]]]
 
 
 def picky(x: Tensor) -> Tensor:
@@ -354,7 +344,6 @@ _ONE, _TWO = item([1.0]), item([1.0], [2.0])
 @pytest.mark.parametrize(
     ("name", "hook", "sent", "message"),
     [
-        ("preprocess", _with_optional, {}, "lacks the input 'x'"),
         ("preprocess", _with_optional, {"x": torch.ones(1)}, "has the shape [1] and no rows"),
         ("preprocess", _with_optional, {"x": torch.ones(0, 1)}, "has no rows"),
         ("preprocess", _with_optional, {"z": torch.ones(1, 1)}, "lacks the input 'x'"),

@@ -31,9 +31,9 @@ class _Record:
 @pytest.mark.parametrize(
     "tree",
     [
-        pytest.param({"a": [torch.zeros(2)], "b": (torch.zeros(1),)}, id="dict"),
-        pytest.param(_Pair(torch.zeros(2), None), id="named-tuple"),
-        pytest.param(_Record(torch.zeros(2), 1.5), id="dataclass"),
+        {"a": [torch.zeros(2)], "b": (torch.zeros(1),)},
+        _Pair(torch.zeros(2), None),
+        _Record(torch.zeros(2), 1.5),
     ],
 )
 def test_tensors_are_copied_or_moved_in_a_tree_of_the_same_type(tree: Any) -> None:
@@ -51,15 +51,13 @@ def test_tensors_are_copied_or_moved_in_a_tree_of_the_same_type(tree: Any) -> No
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
-        pytest.param(np.array([1, 2]), [1, 2], id="array"),
-        pytest.param("all", ["all", "all"], id="for-each"),
-        pytest.param(np.array(3), [3, 3], id="no-dimension"),
-        pytest.param(
-            {"a": ["x", "y"], "b": 0}, [{"a": "x", "b": 0}, {"a": "y", "b": 0}], id="dict"
-        ),
-        pytest.param((["x", "y"], None), [("x", None), ("y", None)], id="tuple"),
-        pytest.param(_Pair(["x", "y"], 1), [_Pair("x", 1), _Pair("y", 1)], id="named-tuple"),
-        pytest.param(_Record(["x", "y"]), [_Record("x"), _Record("y")], id="dataclass"),
+        (np.array([1, 2]), [1, 2]),
+        ("all", ["all", "all"]),
+        (np.array(3), [3, 3]),
+        ({"a": ["x", "y"], "b": 0}, [{"a": "x", "b": 0}, {"a": "y", "b": 0}]),
+        ((["x", "y"], None), [("x", None), ("y", None)]),
+        (_Pair(["x", "y"], 1), [_Pair("x", 1), _Pair("y", 1)]),
+        (_Record(["x", "y"]), [_Record("x"), _Record("y")]),
     ],
 )
 def test_each_row_gets_its_part(result: Any, expected: list[Any]) -> None:
