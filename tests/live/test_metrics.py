@@ -38,11 +38,7 @@ def forward(x):
     return x
 """
 _TABLE = (
-    Scenario(
-        "filled",
-        scenarios.python(models.Judge),
-        scenarios.x_to_y(4, BATCH_BUCKETS="1,4,8"),
-    ),
+    Scenario("filled", scenarios.python(models.Judge), scenarios.x_to_y(4, BATCH_BUCKETS="1,4,8")),
     Scenario("waits", scenarios.text(_WAITS), scenarios.x_to_y(4, WARMUP="false")),
 )
 
@@ -104,9 +100,9 @@ def series(server: Server, model: str, name: str, label: str = "") -> dict[str, 
     }
 
 
-def send(client: Any, model: str, value: float, rows: int) -> str:
+def send(client: Any, model: str, value: float) -> str:
     """One request; the name of gRPC's code."""
-    inputs = {"x": np.full((rows, 4), value, dtype=np.float32)}
+    inputs = {"x": np.full((1, 4), value, dtype=np.float32)}
     try:
         client.infer(model, serving.infer_inputs(tritonclient.grpc, inputs))
     except InferenceServerException as error:
@@ -114,25 +110,7 @@ def send(client: Any, model: str, value: float, rows: int) -> str:
     return "OK"
 
 
-def test_requests_and_batches(server: Server, client: Any) -> None:
-    """Every request is counted with the code of its answer, and every row of a call."""
-    sent = [(1.0, 1), (2.0, 3), (3.0, 4), (4.0, 5), (5.0, 8), (-1.0, 2), (-5.0, 1), (6.0, 1)]
-    codes = [send(client, "filled", *one) for one in sent]
-    assert sorted(codes) == ["INTERNAL", *["OK"] * 6, "UNAVAILABLE"]
-
-    wanted = {"OK": 6, "INTERNAL": 1, "UNAVAILABLE": 1}
-    serving.until(lambda: series(server, "filled", "requests_total", "code") == wanted)
-    serving.until(
-        lambda: series(server, "filled", "rows_total") == {"": 1 + 4 + 4 + 8 + 8 + 4 + 1 + 1}
-    )
-    # What only filled a bucket, of batches that failed not.
-    serving.until(lambda: series(server, "filled", "filled_rows_total") == {"": 1 + 3})
-    stages = {"gather", "forward"}
-    serving.until(lambda: stages <= set(series(server, "filled", "stage_seconds_total", "stage")))
-
-
-def test_names_and_kinds(server: Server) -> None:
-    """What is scraped has the names, labels, kinds and HELP of the table."""
+def test_what_is_scraped_has_the_names_labels_kinds_and_help_of_the_table(server: Server) -> None:
     text = page(server)
     seen = set()
     for sample in scrape(server):
@@ -146,8 +124,7 @@ def test_names_and_kinds(server: Server) -> None:
     assert len(seen) > 6
 
 
-def test_queries_find_triton_s_metrics(server: Server) -> None:
-    """What queries of deploy/ ask of Triton's own metrics is there, with its labels."""
+def test_what_queries_of_deploy_ask_of_triton_s_own_metrics_is_there(server: Server) -> None:
     labels = {one.name: one.labels.keys() for one in scrape(server)}
     for place, query in monitoring.queries().items():
         for one in monitoring.selectors(query):
@@ -157,23 +134,26 @@ def test_queries_find_triton_s_metrics(server: Server) -> None:
                 assert asked - _OF_TARGETS <= set(labels[name]), place
 
 
-def test_loaded_anew(server: Server, client: Any) -> None:
-    """A model's counters go on when it is loaded anew."""
+def test_requests_are_counted_by_code_also_when_the_model_is_loaded_anew(
+    server: Server, client: Any
+) -> None:
     before = series(server, "filled", "requests_total", "code")
-    assert send(client, "filled", 1.0, 1) == "OK"
+    codes = [send(client, "filled", value) for value in (1.0, -1.0, -5.0)]
+    assert codes == ["OK", "INTERNAL", "UNAVAILABLE"]
     client.unload_model("filled")
     # The last request is counted, however soon it was followed by the end.
-    once = {**before, "OK": before.get("OK", 0) + 1}
+    once = {code: before.get(code, 0) + 1 for code in codes}
     serving.until(lambda: series(server, "filled", "requests_total", "code") == once)
 
     client.load_model("filled")
-    assert send(client, "filled", 1.0, 1) == "OK"
-    twice = {**before, "OK": before.get("OK", 0) + 2}
+    assert send(client, "filled", 1.0) == "OK"
+    twice = once | {"OK": once["OK"] + 1}
     serving.until(lambda: series(server, "filled", "requests_total", "code") == twice)
 
 
-def test_a_call_that_goes_on(server: Server, repository: Path, client: Any) -> None:
-    """A model that hangs is visible by the time of its call."""
+def test_a_model_that_hangs_is_visible_by_the_time_of_its_call(
+    server: Server, repository: Path, client: Any
+) -> None:
     call = "running_call_seconds"
     x = np.ones((1, 4), dtype=np.float32)
     inputs = serving.infer_inputs(tritonclient.grpc, {"x": x})
