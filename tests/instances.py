@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,34 @@ def load(folder: Path, scenario: Scenario) -> TritonPythonModel:
     model.initialize(fake_triton.completed(model, arguments))
     fake_triton.Logger.lines.clear()
     return model
+
+
+class Served:
+    """An instance, and what sends requests to it."""
+
+    def __init__(self, folder: Path, scenario: Scenario) -> None:
+        self.model = load(folder, scenario)
+        arguments = fake_triton.arguments(folder / scenario.name)
+        self._document = json.loads(arguments["model_config"])
+
+    def request(self, inputs: dict[str, Any], name: str = "", **how: Any) -> Any:
+        turn = how.setdefault("turn", fake_triton.Turn(0))
+        tensors = fake_triton.request(inputs, self._document, name, turn).inputs()
+        return fake_triton.InferenceRequest(tensors, name, **how)
+
+    def send(self, *requests: Any) -> list[list[Any]]:
+        """Return the responses to each request: of a stream, once it has ended."""
+        responses = self.model.execute(list(requests))
+        if responses is None:
+            return list(map(ended, requests))
+        return [[response] for response in responses]
+
+
+def ended(request: Any) -> list[Any]:
+    """Return the responses of a stream once it has ended."""
+    assert request.sender.ended.wait(30)
+    responses: list[Any] = request.sender.responses
+    return responses
 
 
 def named(name: str) -> Scenario:

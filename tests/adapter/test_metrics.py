@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fake_triton
 import hooked
@@ -16,7 +16,7 @@ import scenarios
 import streamed
 import torch
 from fake_triton import MetricFamily, TritonModelException
-from instances import load, logged, named, request, until
+from instances import Served, load, logged, named, request, until
 from scenarios import Scenario
 from torch import nn
 
@@ -127,39 +127,31 @@ def test_counters(
 
 def test_streams(tmp_path: Path) -> None:
     """A stream is a request with the code of its end; its responses are counted separately."""
-    model = load(tmp_path, streamed.TABLE[0].scenario)
-    document = {"input": [{"name": "count", "dims": [1]}]}
-    sent = [fake_triton.request({"count": streamed.ints(n)}, document) for n in (3, 0, 9)]
-    sent.append(fake_triton.InferenceRequest([]))
-    model.execute(sent)
-    for stream in sent:
-        assert stream.sender.ended.wait(_SECONDS)
-    model.finalize()
+    served = Served(tmp_path, streamed.TABLE[0].scenario)
+    sent = [served.request({"count": streamed.ints(n)}) for n in (3, 0, 9)]
+    served.send(*sent, fake_triton.InferenceRequest([]))
+    served.model.finalize()
     assert published("requests_total", "code") == {"OK": 2, "INTERNAL": 1, "INVALID_ARG": 1}
     assert published("stream_responses_total") == {"": 3 + 7}
     assert published("live_streams") == {}
 
 
 def test_requests_that_only_fill_a_slot_are_not_counted(tmp_path: Path) -> None:
-    scenario = named("signals_uint64_direct")
-    model = load(tmp_path, scenario)
-    document = json.loads(fake_triton.arguments(tmp_path / scenario.name)["model_config"])
+    served = Served(tmp_path, named("signals_uint64_direct"))
     x = {"x": np.ones((1, 4), dtype=np.float32)}
     turn = fake_triton.Turn(7, starts=True, ends=False)
-    model.execute([fake_triton.request(x, document, turn=turn), fake_triton.request(x, document)])
-    model.finalize()
+    served.send(served.request(x, turn=turn), served.request(x))
+    served.model.finalize()
     assert published("requests_total", "code") == {"OK": 1}
 
 
 def test_compilation(tmp_path: Path) -> None:
     """Graphs of the warm-up, a cache miss, and a call that would need another graph are counted."""
-    model = load(tmp_path, _KINDS["compiled"])
-    model._engine.counts.compile_cache["miss"] = 1  # inductor counts it: test_compile_cache
+    served = Served(tmp_path, _KINDS["compiled"])
+    served.model._engine.counts.compile_cache["miss"] = 1  # inductor counts it: test_compile_cache
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    document = {"input": [{"name": "x", "dims": [-1]}]}
-    x = np.ones((1, 12), dtype=np.float32)
-    model.execute([fake_triton.request({"x": x}, document)])
-    model.finalize()
+    served.send(served.request({"x": np.ones((1, 12), dtype=np.float32)}))
+    served.model.finalize()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
     assert sum(published("compiled_graphs_total").values()) >= 1
     assert published("compile_cache_total", "result") == {"miss": 1}
@@ -216,17 +208,11 @@ def test_no_further_request_is_needed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert published("running_call_seconds") == {}
 
 
-@pytest.mark.parametrize("kind", ["plain", "stepped", "sequences"])
-def test_triton_that_refuses_values(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triton_that_refuses_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log says so once; requests, the report of a fatal error and an unload still work."""
-
-    def refuse(metric: Any, value: float) -> None:
-        raise TritonModelException("gone")
-
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
-    model = load(tmp_path, _KINDS[kind])
+    model = load(tmp_path, judge())
+    refuse = mock.Mock(side_effect=TritonModelException("gone"))
     with monkeypatch.context() as patched:
         patched.setattr(fake_triton.Metric, "increment", refuse)
         patched.setattr(fake_triton.Metric, "set", refuse)
@@ -234,9 +220,8 @@ def test_triton_that_refuses_values(
         until(lambda: not model._publisher._publishes)
         (line,) = logged("warn")
         assert "no more metrics are published: TritonModelException: gone." in line
-        if kind == "plain":
-            (response,) = model.execute([request(1)])
-            assert response.error() is None
+        (response,) = model.execute([request(1)])
+        assert response.error() is None
         model._on_fatal("the device is gone")
         model.finalize()
     assert any("is poisoned and refuses all requests" in text for text in logged())

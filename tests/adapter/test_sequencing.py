@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import scenarios
 import torch
 from fake_triton import MetricFamily, TritonError, Turn
-from instances import load, until
+from instances import Served, until
 from scenarios import Scenario
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from torch_py_backend.adapter import answering, metrics
 pytestmark = pytest.mark.usefixtures("process")
 
 
-class Loaded:
+class Loaded(Served):
     """A model of sequences: with a state `total` by default, that sums its inputs."""
 
     def __init__(
@@ -34,18 +33,15 @@ class Loaded:
             parameters=parameters,
             more=more or scenarios.sequencing(scenarios.state()),
         )
-        self.model = load(folder, Scenario("sums", scenarios.python(definition), text))
-        self._document = json.loads(fake_triton.arguments(folder / "sums")["model_config"])
+        super().__init__(folder, Scenario("sums", scenarios.python(definition), text))
 
-    def request(self, value: float, flags: str = "", id: int = 7, **how: Any) -> Any:  # noqa: A002  Triton's name
+    def step(self, value: float, flags: str = "", id: int = 7, **how: Any) -> Any:  # noqa: A002  Triton's name
         row = np.full((1, 4), value, dtype=np.float32)
-        turn = Turn(id, "s" in flags, "e" in flags)
-        inputs = fake_triton.request({"x": row}, self._document, turn=turn).inputs()
-        return fake_triton.InferenceRequest(inputs, turn=turn, **how)
+        return self.request({"x": row}, turn=Turn(id, "s" in flags, "e" in flags), **how)
 
-    def send(self, *requests: Any) -> list[Any]:
+    def run(self, *requests: Any) -> list[Any]:
         """Return the first value of each response, or the code of its error."""
-        return [_first(response) for response in self.model.execute(requests)]
+        return [_first(response) for (response,) in self.send(*requests)]
 
 
 def _first(response: Any) -> Any:
@@ -71,39 +67,39 @@ def unreadable(flags: str) -> Any:
 def test_a_request_that_cannot_be_read(flags: str, after: float, tmp_path: Path) -> None:
     """It still begins or ends its sequence."""
     loaded = Loaded(tmp_path)
-    assert loaded.send(loaded.request(5, "s")) == [5]
-    assert loaded.send(unreadable(flags)) == [TritonError.INVALID_ARG]
+    assert loaded.run(loaded.step(5, "s")) == [5]
+    assert loaded.run(unreadable(flags)) == [TritonError.INVALID_ARG]
     if flags == "se":
-        assert loaded.send(loaded.request(7)) == [TritonError.INVALID_ARG]
-        assert loaded.send(loaded.request(3, "s")) == [after]
+        assert loaded.run(loaded.step(7)) == [TritonError.INVALID_ARG]
+        assert loaded.run(loaded.step(3, "s")) == [after]
     else:
-        assert loaded.send(loaded.request(7)) == [after]
+        assert loaded.run(loaded.step(7)) == [after]
 
 
 def test_a_cancelled_step_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step needs its state."""
     monkeypatch.setattr(answering, "CHECK_CANCELLED_S", -1)  # batches take long
     loaded = Loaded(tmp_path)
-    loaded.send(loaded.request(1, "s"))
-    loaded.send(loaded.request(1, cancelled=True))
-    assert loaded.send(loaded.request(1)) == [3]
+    loaded.run(loaded.step(1, "s"))
+    loaded.run(loaded.step(1, cancelled=True))
+    assert loaded.run(loaded.step(1)) == [3]
 
 
 def test_states_of_requests_are_not_read(tmp_path: Path) -> None:
     """Triton's memory for a state is uninitialized, and may not even be valid strings."""
     loaded = Loaded(tmp_path)
-    x, total = loaded.request(1, "s").inputs()
+    x, total = loaded.step(1, "s").inputs()
     broken = _Unreadable(total.name(), np.ones((1, 4), dtype=np.float32))
-    assert loaded.send(fake_triton.InferenceRequest([x, broken], turn=Turn(7, True, False))) == [1]
+    assert loaded.run(fake_triton.InferenceRequest([x, broken], turn=Turn(7, True, False))) == [1]
 
 
 def test_live_sequences_are_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     loaded = Loaded(tmp_path)
     (metric,) = MetricFamily.made["pytorch_py_sequences"]
-    loaded.send(loaded.request(1, "s"))
+    loaded.run(loaded.step(1, "s"))
     until(lambda: metric.value() == 1)
-    loaded.send(loaded.request(1, "e"))
+    loaded.run(loaded.step(1, "e"))
     until(lambda: metric.value() == 0)
 
 
@@ -115,10 +111,10 @@ def test_slots(tmp_path: Path) -> None:
     controls = _CONTROLS + _READY + scenarios.control("END", "END", "int32_false_true: [0, 1]")
     more = scenarios.sequencing(strategy="direct { }", controls=controls)
     loaded = Loaded(tmp_path, models.Slots, more)
-    first = [loaded.request(1, "s", id=5), loaded.request(10, "s", id=6)]
-    assert loaded.send(*first) == [1, 10]
-    assert loaded.send(loaded.request(np.nan, id=0), loaded.request(10, id=6)) == [1, 20]
-    assert loaded.send(loaded.request(1, id=5), loaded.request(10, id=6)) == [2, 30]
+    first = [loaded.step(1, "s", id=5), loaded.step(10, "s", id=6)]
+    assert loaded.run(*first) == [1, 10]
+    assert loaded.run(loaded.step(np.nan, id=0), loaded.step(10, id=6)) == [1, 20]
+    assert loaded.run(loaded.step(1, id=5), loaded.step(10, id=6)) == [2, 30]
 
 
 class Tallies(nn.Module):
@@ -150,7 +146,7 @@ def test_models_with_states_of_their_own_are_not_retried(strategy: str, tmp_path
     loaded = Loaded(tmp_path, Tallies, more)
 
     def send(flags: str, *values: float) -> list[Any]:
-        return loaded.send(*(loaded.request(v, flags, id=at) for at, v in enumerate(values, 5)))
+        return loaded.run(*(loaded.step(v, flags, id=at) for at, v in enumerate(values, 5)))
 
     assert send("s", 1, 2, 3) == [1, 2, 3]
     assert send("", 10, -1, 30) == [TritonError.INTERNAL] * 3
@@ -178,7 +174,7 @@ def test_a_refused_request_keeps_its_slot(unread: bool, tmp_path: Path) -> None:
     refused = TritonError.INVALID_ARG
 
     def request(value: float, flags: str = "", text: bytes = b"a") -> Any:
-        sent = loaded.request(value, flags)
+        sent = loaded.step(value, flags)
         texts = fake_triton.Tensor("text", np.array([[text]], dtype=np.object_))
         return fake_triton.InferenceRequest([*sent.inputs(), texts], turn=sent._turn)
 
@@ -187,12 +183,12 @@ def test_a_refused_request_keeps_its_slot(unread: bool, tmp_path: Path) -> None:
         broken = [_Unreadable("x", sent.inputs()[0].as_numpy())] if unread else sent.inputs()[:1]
         return fake_triton.InferenceRequest([*broken, *sent.inputs()[1:]], turn=sent._turn)
 
-    assert loaded.send(request(1, "s"), request(2, "s"), request(3, "s")) == [1, 2, 3]
-    assert loaded.send(request(10), bad(), request(30)) == [11, refused, 33]
-    assert loaded.send(request(1), bad(), bad()) == [12, refused, refused]
-    assert loaded.send(bad(), bad(), bad()) == [refused] * 3
-    assert loaded.send(bad("s"), request(100), request(100)) == [refused, 102, 133]
-    assert loaded.send(request(5), request(0), request(0)) == [5, 102, 133]
+    assert loaded.run(request(1, "s"), request(2, "s"), request(3, "s")) == [1, 2, 3]
+    assert loaded.run(request(10), bad(), request(30)) == [11, refused, 33]
+    assert loaded.run(request(1), bad(), bad()) == [12, refused, refused]
+    assert loaded.run(bad(), bad(), bad()) == [refused] * 3
+    assert loaded.run(bad("s"), request(100), request(100)) == [refused, 102, 133]
+    assert loaded.run(request(5), request(0), request(0)) == [5, 102, 133]
 
 
 @pytest.mark.parametrize("slots", [True, False])
@@ -206,8 +202,8 @@ def test_a_device_that_is_lost_while_requests_are_read(
 
     loaded = Loaded(tmp_path, *((models.Slots, _DIRECT) if slots else ()))
     monkeypatch.setattr("torch_py_backend.pipeline.failures.probe", lost)
-    sent = loaded.request(1, "s", id=5), unreadable("s"), loaded.request(2, "s", id=6)
-    assert loaded.send(*sent) == [TritonError.UNAVAILABLE] * 3
+    sent = loaded.step(1, "s", id=5), unreadable("s"), loaded.step(2, "s", id=6)
+    assert loaded.run(*sent) == [TritonError.UNAVAILABLE] * 3
 
 
 @pytest.mark.parametrize("mode", ["true", "false"])
@@ -217,5 +213,5 @@ def test_compiled_graphs_serve_requests(mode: str, tmp_path: Path) -> None:
     loaded = Loaded(tmp_path, INFERENCE_MODE=mode, **compiled)
     for flags in ("s", "", "e"):
         for rows in (1, 3):
-            loaded.send(*(loaded.request(1, flags, id=rows * 10 + row) for row in range(rows)))
+            loaded.run(*(loaded.step(1, flags, id=rows * 10 + row) for row in range(rows)))
     assert fake_triton.Logger.lines == []

@@ -15,7 +15,7 @@ import pytest
 import scenarios
 import streamed
 import torch
-from instances import load, logged, until
+from instances import Served, ended, logged, until
 from scenarios import Refused, Scenario, assert_close
 from streamed import Stream, Streamed
 
@@ -30,32 +30,6 @@ _STATUS = {
     fake_triton.TritonError.INVALID_ARG: 400,
     fake_triton.TritonError.UNAVAILABLE: 503,
 }
-
-
-class _Served:
-    def __init__(self, folder: Path, scenario: Scenario) -> None:
-        self.model = load(folder, scenario)
-        config = self.model._engine.config
-        dims = [{"name": spec.name, "dims": spec.dims} for spec in config.inputs]
-        self._document = {"input": dims, "max_batch_size": config.max_batch_size}
-
-    def request(self, inputs: dict[str, Any], name: str = "") -> Any:
-        return fake_triton.request(inputs, self._document, name)
-
-    def start(self, *requests: Any) -> None:
-        assert self.model.execute(list(requests)) is None
-
-    def run(self, inputs: dict[str, Any], name: str = "") -> Any:
-        """Return the last response to a request."""
-        request = self.request(inputs, name)
-        self.start(request)
-        return _ended(request)[-1]
-
-
-def _ended(request: Any) -> list[Any]:
-    assert request.sender.ended.wait(_SECONDS)
-    responses: list[Any] = request.sender.responses
-    return responses
 
 
 def _check(stream: Stream, responses: list[Any]) -> None:
@@ -83,18 +57,18 @@ def _check_error(expected: Refused, response: Any) -> None:
 def test_streams_of_the_table_alone_and_together_free_their_inputs(
     entry: Streamed, tmp_path: Path
 ) -> None:
-    served = _Served(tmp_path, entry.scenario)
+    served = Served(tmp_path, entry.scenario)
     for stream in entry.streams:
         request = served.request(stream.inputs)
         inputs = _inputs(request)
-        served.start(request)
-        _check(stream, _ended(request))
+        served.model.execute([request])
+        _check(stream, ended(request))
         del request
         until(partial(_free, inputs))
     together = [(stream, served.request(stream.inputs)) for stream in entry.streams * 4]
-    served.start(*(request for _, request in together))
+    served.model.execute([request for _, request in together])
     for stream, request in together:
-        _check(stream, _ended(request))
+        _check(stream, ended(request))
 
 
 def _inputs(request: Any) -> list[Callable[[], object]]:
@@ -119,14 +93,14 @@ def test_streams_run_on_the_device_of_the_instance(
         "make_current",
         lambda device: prepared.append((device.type, threading.current_thread().name)),
     )
-    _Served(tmp_path, streamed.TABLE[0].scenario)
+    Served(tmp_path, streamed.TABLE[0].scenario)
     until(lambda: ("cpu", "streams") in prepared)
 
 
 @pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda scenario: scenario.name)
 def test_models_that_cannot_stream_fail_the_load(scenario: Scenario, tmp_path: Path) -> None:
     with pytest.raises(fake_triton.TritonModelException) as refusal:
-        _Served(tmp_path, scenario)
+        Served(tmp_path, scenario)
     for part in scenario.load_error:
         assert part in str(refusal.value)
 
@@ -142,6 +116,11 @@ _X = {"x": streamed.floats(1)}
 
 def _parameter(key: str, value: str) -> str:
     return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+
+
+def _last(served: Served, value: float) -> Any:
+    """Return the last response to a request."""
+    return served.send(served.request({"x": streamed.floats(value)}))[0][-1]
 
 
 def _live() -> float:
@@ -175,11 +154,11 @@ def test_the_stream_of_a_client_that_leaves_is_closed_and_its_memory_free(
 ) -> None:
     closed = tmp_path / "closed"
     touch = f"    finally:\n        pathlib.Path({str(closed)!r}).touch()\n"
-    served = _Served(tmp_path, _model("import asyncio\nimport pathlib\n\n\n" + body + touch))
+    served = Served(tmp_path, _model("import asyncio\nimport pathlib\n\n\n" + body + touch))
     closed.unlink()  # of the warm-up
     request = served.request({"x": streamed.floats(2)})
     inputs, sender = _inputs(request), request.sender
-    served.start(request)
+    served.model.execute([request])
     del request
     until(lambda: sender.responses)
     sender.cancelled = True
@@ -197,25 +176,25 @@ def test_a_stream_that_never_begins_gets_a_final_response(
 ) -> None:
     """A query that fails does not end the polls of other streams."""
     monkeypatch.setattr(streaming, "_POLL_S", 0)
-    served = _Served(tmp_path, _model(_ENDLESS))
+    served = Served(tmp_path, _model(_ENDLESS))
     living, late = served.request(_X), served.request(_X)
     refusal = fake_triton.TritonModelException("no")
     with monkeypatch.context() as patch:
         patch.setattr(living.sender, "is_cancelled", mock.Mock(side_effect=refusal))
-        served.start(living)
+        served.model.execute([living])
         until(lambda: living.sender.is_cancelled.called)
     late.sender.cancelled = True
-    served.start(late)
-    assert _ended(late)[-1].error().code() == fake_triton.TritonError.CANCELLED
+    served.model.execute([late])
+    assert ended(late)[-1].error().code() == fake_triton.TritonError.CANCELLED
     living.sender.cancelled = True
-    _ended(living)
+    ended(living)
     until(lambda: _live() == 0)
 
 
 @pytest.mark.parametrize("how", ["the last response", "the end"])
 def test_a_stream_that_has_ended_is_not_checked(how: str, tmp_path: Path) -> None:
     """A poll between the end of a stream and of its task does not query Triton, which would die."""
-    served = _Served(tmp_path, _model(_ENDLESS))
+    served = Served(tmp_path, _model(_ENDLESS))
     assert served.model._streaming is not None
     request = served.request(_X)
     client = streaming._Client(served.model._engine, request)
@@ -233,9 +212,9 @@ def test_an_unexpected_exception_ends_a_stream_and_releases_its_slot(
         "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n    yield x\n"
         "    if x > 1:\n        raise CallError('other', 'no', code='OF_NO_SERVER')\n"
     )
-    served = _Served(tmp_path, _model(text, _parameter("MAX_STREAMS", "1")))
+    served = Served(tmp_path, _model(text, _parameter("MAX_STREAMS", "1")))
     for value in (2, 1, 2):
-        error = served.run({"x": streamed.floats(value)}).error()
+        error = _last(served, value).error()
         assert error.code() == fake_triton.TritonError.INTERNAL
         monkeypatch.setattr(served.model._engine, "clean", lambda: 1 / 0)
     until(lambda: _live() == 0)
@@ -243,7 +222,7 @@ def test_an_unexpected_exception_ends_a_stream_and_releases_its_slot(
 
 
 def test_a_task_that_raises_system_exit_ends_no_stream(tmp_path: Path) -> None:
-    served = _Served(
+    served = Served(
         tmp_path,
         _model(
             "import asyncio\nimport sys\n\n\nasync def _leave():\n    sys.exit(3)\n\n\n"
@@ -254,9 +233,8 @@ def test_a_task_that_raises_system_exit_ends_no_stream(tmp_path: Path) -> None:
         ),
     )
     for _ in range(2):
-        request = served.request({"x": streamed.floats(2)})
-        served.start(request)
-        assert [response.error() for response in _ended(request)] == [None, None]
+        (responses,) = served.send(served.request({"x": streamed.floats(2)}))
+        assert [response.error() for response in responses] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +245,7 @@ def test_a_task_that_raises_system_exit_ends_no_stream(tmp_path: Path) -> None:
 def test_a_response_that_cannot_be_sent_ends_the_stream(
     body: str, place: int, tmp_path: Path
 ) -> None:
-    served = _Served(tmp_path, _model(body))
+    served = Served(tmp_path, _model(body))
     request = served.request(_X)
 
     def refuse(count: int) -> None:
@@ -275,34 +253,33 @@ def test_a_response_that_cannot_be_sent_ends_the_stream(
             raise fake_triton.TritonModelException("no room")
 
     request.sender.arrived = refuse
-    served.start(request)
-    last = _ended(request)[-1].error().message()
+    last = served.send(request)[0][-1].error().message()
     assert "the outputs cannot be sent: TritonModelException: no room" in last
 
 
 def test_the_number_of_streams_is_limited(tmp_path: Path) -> None:
     """execute() waits; who leaves meanwhile gets no step."""
-    served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
+    served = Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
     first, second, left, last = (served.request(_X) for _ in range(4))
-    served.start(first, second)
-    waiting = threading.Thread(target=served.start, args=(left, last))
+    served.model.execute([first, second])
+    waiting = threading.Thread(target=served.model.execute, args=([left, last],))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
     left.sender.cancelled = first.sender.cancelled = True
     waiting.join(_SECONDS)
-    (refused,) = _ended(left)
+    (refused,) = ended(left)
     assert refused.error().code() == fake_triton.TritonError.CANCELLED
     until(lambda: last.sender.responses)
     for request in (second, last):
         request.sender.cancelled = True
-        _ended(request)
+        ended(request)
 
 
 def test_the_end_of_an_instance_ends_its_streams_with_503(tmp_path: Path) -> None:
-    served = _Served(tmp_path, _model(_ENDLESS))
+    served = Served(tmp_path, _model(_ENDLESS))
     request = served.request(_X)
-    served.start(request)
+    served.model.execute([request])
     until(lambda: request.sender.responses)
     served.model.finalize()
     assert request.sender.ended.is_set()
@@ -322,7 +299,7 @@ def test_the_end_of_an_instance_whose_thread_has_not_begun(
             closing.wait(_SECONDS)
 
     monkeypatch.setattr(runtime, "make_current", begin_late)
-    served = _Served(tmp_path, _model(_ENDLESS))
+    served = Served(tmp_path, _model(_ENDLESS))
     streams = served.model._streaming
     assert streams is not None
     threading.Timer(0.2, closing.set).start()
@@ -335,17 +312,18 @@ _TICKER = next(entry for entry in streamed.TABLE if entry.scenario.name == "tick
 
 
 def test_a_request_that_cannot_be_read_is_refused_alone(tmp_path: Path) -> None:
-    served = _Served(tmp_path, _TICKER.scenario)
+    served = Served(tmp_path, _TICKER.scenario)
     good, bad = (served.request(_TICKER.streams[0].inputs) for _ in range(2))
     bad.inputs = lambda: 1 / 0
-    served.start(bad, good)
-    (refused,) = _ended(bad)
+    served.model.execute([bad, good])
+    (refused,) = ended(bad)
     assert refused.error().code() == fake_triton.TritonError.INVALID_ARG
-    _check(_TICKER.streams[0], _ended(good))
+    _check(_TICKER.streams[0], ended(good))
 
 
 def test_the_log_names_the_request(tmp_path: Path) -> None:
-    _Served(tmp_path, _TICKER.scenario).run(_TICKER.streams[-1].inputs, "number-9")
+    served = Served(tmp_path, _TICKER.scenario)
+    served.send(served.request(_TICKER.streams[-1].inputs, "number-9"))
     until(logged)
     (text,) = logged()
     assert "(requests number-9)" in text
@@ -359,7 +337,7 @@ def _lost(device: torch.device) -> None:
 def test_a_fatal_error_ends_live_and_new_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = _Served(
+    served = Served(
         tmp_path,
         _model(
             "def forward(x):\n    while True:\n        if float(x) > 1:\n"
@@ -368,12 +346,12 @@ def test_a_fatal_error_ends_live_and_new_streams(
     )
     failures = served.model._engine.failures
     living = served.request(_X)
-    served.start(living)
+    served.model.execute([living])
     until(lambda: living.sender.responses)
     monkeypatch.setattr("torch_py_backend.pipeline.failures.probe", _lost)
-    for response in (served.run({"x": streamed.floats(2)}), _ended(living)[-1]):
+    for response in (_last(served, 2), ended(living)[-1]):
         assert response.error().code() == fake_triton.TritonError.UNAVAILABLE
-    assert "fatal error" in served.run(_X).error().message()
+    assert "fatal error" in _last(served, 1).error().message()
     assert failures.fatal is not None
     assert not served.model.is_ready()
     (poisoned,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]

@@ -12,42 +12,30 @@ import numpy as np
 import pytest
 import traced
 from fake_triton import InferenceTrace, Turn
+from instances import Served
 
-from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.adapter.tracing import TraceContexts
 
 # The traces of two requests: the IDs of the trace and of Triton's span in it.
 _FIRST, _SECOND = ("11" * 16, "22" * 8), ("33" * 16, "44" * 8)
 _NONE = [0, 0]
 _ALONE = Turn(0)
-_SECONDS = 30
 
 pytestmark = pytest.mark.usefixtures("process")
 
 
-class _Served:
+class _Served(Served):
     def __init__(self, folder: Path, name: str) -> None:
-        self.model = TritonPythonModel()
-        arguments = fake_triton.arguments(traced.TABLE[name].lay_out(folder))
-        self.document = json.loads(arguments["model_config"])
-        self.model.initialize(arguments)
+        super().__init__(folder, traced.TABLE[name])
 
-    def request(self, *ids: str, value: float = 1.0, turn: Turn = _ALONE) -> Any:
+    def traced(self, *ids: str, value: float = 1.0, turn: Turn = _ALONE) -> Any:
         """Return a request that Triton traces; without IDs, one that it does not."""
         x = np.full((1, 1), value, dtype=np.float32)
-        inputs = fake_triton.request({"x": x}, self.document, "", turn).inputs()
-        context = InferenceTrace(traced.context(*ids)) if ids else InferenceTrace()
-        return fake_triton.InferenceRequest(inputs, "", turn=turn, trace=context)
+        trace = InferenceTrace(traced.context(*ids)) if ids else InferenceTrace()
+        return self.request({"x": x}, turn=turn, trace=trace)
 
-    def run(self, *requests: Any) -> list[list[int]]:
-        return [_values(response) for response in self.model.execute(list(requests))]
-
-    def stream(self, *requests: Any) -> list[list[list[int]]]:
-        assert self.model.execute(list(requests)) is None
-        assert all(request.sender.ended.wait(_SECONDS) for request in requests)
-        return [
-            [_values(response) for response in request.sender.responses] for request in requests
-        ]
+    def run(self, *requests: Any) -> list[list[list[int]]]:
+        return [list(map(_values, responses)) for responses in self.send(*requests)]
 
 
 def _values(response: Any) -> list[int]:
@@ -60,37 +48,37 @@ def _values(response: Any) -> list[int]:
 @pytest.mark.parametrize("name", ["plain", "unprepared"])
 def test_a_batch_has_the_context_of_its_first_traced_request(name: str, tmp_path: Path) -> None:
     served = _Served(tmp_path, name)
-    requests = served.request(), served.request(*_FIRST), served.request(*_SECOND)
-    assert served.run(*requests) == [traced.ends(*_FIRST)] * 3
-    assert served.run(served.request(), served.request()) == [_NONE] * 2
+    requests = served.traced(), served.traced(*_FIRST), served.traced(*_SECOND)
+    assert served.run(*requests) == [[traced.ends(*_FIRST)]] * 3
+    assert served.run(served.traced(), served.traced()) == [[_NONE]] * 2
 
 
 def test_hooks_run_in_the_context_of_their_request(tmp_path: Path) -> None:
     served = _Served(tmp_path, "hooked")
-    requests = served.request(*_FIRST), served.request(), served.request(*_SECOND)
-    assert served.run(*requests) == [traced.ends(*_FIRST), _NONE, traced.ends(*_SECOND)]
+    requests = served.traced(*_FIRST), served.traced(), served.traced(*_SECOND)
+    assert served.run(*requests) == [[traced.ends(*_FIRST)], [_NONE], [traced.ends(*_SECOND)]]
 
 
 def test_a_step_of_a_sequence_has_the_context_of_its_request(tmp_path: Path) -> None:
     served = _Served(tmp_path, "sums")
-    first = served.request(*_FIRST, turn=Turn(7, starts=True))
-    second = served.request(*_SECOND, turn=Turn(7, ends=True))
-    assert served.run(first) == [traced.ends(*_FIRST)]
-    assert served.run(second) == [traced.ends(*_SECOND)]
+    first = served.traced(*_FIRST, turn=Turn(7, starts=True))
+    second = served.traced(*_SECOND, turn=Turn(7, ends=True))
+    assert served.run(first) == [[traced.ends(*_FIRST)]]
+    assert served.run(second) == [[traced.ends(*_SECOND)]]
 
 
 @pytest.mark.parametrize("name", ["yields", "steps"])
 def test_each_response_has_the_context_of_its_request(name: str, tmp_path: Path) -> None:
     served = _Served(tmp_path, name)
     for ids in (_FIRST, _SECOND):
-        assert served.stream(served.request(*ids)) == [[traced.ends(*ids)] * 2]
-    assert served.stream(served.request()) == [[_NONE] * 2]
+        assert served.run(served.traced(*ids)) == [[traced.ends(*ids)] * 2]
+    assert served.run(served.traced()) == [[_NONE] * 2]
 
 
 def test_a_part_of_a_failed_batch_has_the_context_of_its_own_request(tmp_path: Path) -> None:
     served = _Served(tmp_path, "raises")
-    bad = served.request(*_SECOND, value=-1.0)
-    refused, good = served.model.execute([bad, served.request(*_FIRST)])
+    bad = served.traced(*_SECOND, value=-1.0)
+    refused, good = served.model.execute([bad, served.traced(*_FIRST)])
     assert refused.error() is not None
     assert _values(good) == traced.ends(*_FIRST)
 
@@ -108,7 +96,6 @@ def test_invalid_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lacks", ["opentelemetry-api", "traces"])
 def test_without_traces(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = fake_triton.Tensor("x", np.ones((1, 1), dtype=np.float32))
-
     asked = mock.Mock()
     if lacks == "traces":
         monkeypatch.delattr(fake_triton.InferenceRequest, "trace")
@@ -117,5 +104,5 @@ def test_without_traces(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(fake_triton.InferenceRequest, "trace", asked)
     for name in ("plain", "hooked"):
         served = _Served(tmp_path / name, name)
-        assert served.run(fake_triton.InferenceRequest([x])) == [_NONE]
+        assert served.run(fake_triton.InferenceRequest([x])) == [[_NONE]]
     assert not asked.called

@@ -11,7 +11,7 @@ import models
 import pytest
 import scenarios
 import torch
-from instances import load, logged, request
+from instances import Served, logged, request
 from scenarios import Scenario
 
 from torch_py_backend.engine.profiling import BATCHES
@@ -27,7 +27,7 @@ class Yields(nn.Module):
 pytestmark = pytest.mark.usefixtures("process")
 
 
-class _Served:
+class _Served(Served):
     def __init__(self, folder: Path, *, decoupled: bool = False) -> None:
         self.traces = folder / "traces"
         self.traces.mkdir()
@@ -36,15 +36,11 @@ class _Served:
         if decoupled:
             config += "model_transaction_policy { decoupled: true }\n"
             source = scenarios.text(models.source() + _YIELDS)
-        self.model = load(folder, Scenario("m", source, config))
+        super().__init__(folder, Scenario("m", source, config))
 
-    def send(self, times: int) -> None:
+    def repeat(self, times: int) -> None:
         for _ in range(times):
-            sent = request(1)
-            responses = self.model.execute([sent])
-            if responses is None:
-                assert sent.sender.ended.wait(30)
-                responses = sent.sender.responses
+            (responses,) = self.send(request(1))
             assert all(response.error() is None for response in responses)
 
     def trace_files(self) -> list[Path]:
@@ -64,9 +60,9 @@ def _names(path: Path) -> Iterator[str]:
 
 def test_the_first_batches_after_ready_are_profiled_except_one(tmp_path: Path) -> None:
     served = _Served(tmp_path)
-    served.send(BATCHES)
+    served.repeat(BATCHES)
     assert served.trace_files() == []
-    served.send(3)
+    served.repeat(3)
     (path,) = served.trace_files()
     served.model.finalize()
     assert served.trace_files() == [path]
@@ -77,7 +73,7 @@ def test_the_first_batches_after_ready_are_profiled_except_one(tmp_path: Path) -
 
 def test_each_call_of_a_decoupled_model_is_a_batch(tmp_path: Path) -> None:
     served = _Served(tmp_path, decoupled=True)
-    served.send(BATCHES)
+    served.repeat(BATCHES)
     served.model.finalize()
     (path,) = served.trace_files()
     names = list(_names(path))
@@ -97,5 +93,5 @@ def test_a_trace_that_cannot_be_written_costs_the_trace_only(tmp_path: Path) -> 
     served = _Served(tmp_path)
     served.traces.rmdir()
     served.traces.touch()
-    served.send(BATCHES + 3)
+    served.repeat(BATCHES + 3)
     assert sum("the profiler failed" in line for line in logged("warn")) == 1
