@@ -24,7 +24,7 @@ _NAME = "torch_py_backend_"
 _FOLDER = "torch-py-backend-"
 _OWNER = "owner"
 # A region of an instance: the prefix of its server, and what Triton appends.
-_REGION = re.compile(rf"{_NAME}[0-9a-f]{{12}}_(?!{_OWNER}$)[0-9A-Za-z-]+")
+REGION = re.compile(rf"{_NAME}[0-9a-f]{{12}}_(?!{_OWNER}$)[0-9A-Za-z-]+")
 
 
 class ServerFolder:
@@ -94,13 +94,6 @@ def sweep() -> None:
             is_own = os.fstat(file.fileno()).st_uid == os.getuid()
             if is_own and folder.name.startswith(_FOLDER):
                 remove(path.name.removesuffix(_OWNER), folder)
-
-
-def region(process: psutil.Process) -> str:
-    """Return the name of the shared memory between Triton and an instance; empty: unknown."""
-    with contextlib.suppress(psutil.Error):
-        return next(filter(_REGION.fullmatch, process.cmdline()), "")  # of Triton's stub
-    return ""
 
 
 def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool | None:

@@ -113,13 +113,14 @@ class _Instance:
         self.reported = False
         self._process: psutil.Process | None = None
         self._stopped_since = math.inf
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.identity.pid)
             # Otherwise the instance has ended, and its process ID belongs to another process.
             # Checked once: a process may overwrite its environment, as setproctitle does.
             if cleanup.belongs_to_server(process, reader.path.parent) is not False:
                 self._process = process
-                self.region = cleanup.region(process)
+                # Triton's stub has it on its command line.
+                self.region = next(filter(cleanup.REGION.fullmatch, process.cmdline()), "")
 
     def process_status(self) -> str:
         """Return the state of the process in psutil's words; empty: it has ended."""
