@@ -73,3 +73,16 @@ def tree(folder: Path) -> dict[str, bytes | None]:
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
     }
+
+
+def fake_tritonserver(folder: Path, script: str = "", *, stub: bool = True) -> Path:
+    """Write what NVIDIA's containers have of a tritonserver; return its executable."""
+    python, executable = folder / "backends/python", folder / "bin/tritonserver"
+    for path in (python, executable.parent):
+        path.mkdir(parents=True)
+    executable.write_text(script)
+    executable.chmod(0o755)
+    (python / "libtriton_python.so").touch()
+    if stub:
+        (python / "triton_python_backend_stub").touch()
+    return executable

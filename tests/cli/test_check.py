@@ -71,10 +71,8 @@ _MODELS: dict[str, tuple[str, str]] = {
 
 def _lay_out(repository: Path, *names: str) -> Path:
     for name in names:
-        text, source = _MODELS[name]
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(text)
-        (repository / name / "1" / "model.py").write_text(source)
+        config, source = _MODELS[name]
+        scenarios.Scenario(name, scenarios.text(source), config).lay_out(repository)
     return repository
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import fake_tritonserver
 
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.supervisor import Event
@@ -42,14 +43,7 @@ def test_endpoints_open_to_the_network_are_noted(
 
 
 def test_a_full_disk_does_not_end_the_server(tmp_path: Path) -> None:
-    python = tmp_path / "triton/backends/python"
-    python.mkdir(parents=True)
-    for name in ("libtriton_python.so", "triton_python_backend_stub"):
-        (python / name).touch()
-    executable = tmp_path / "triton/bin/tritonserver"
-    executable.parent.mkdir()
-    executable.write_text("#!/bin/sh\nexit 3\n", encoding="utf-8")
-    executable.chmod(0o755)
+    fake_tritonserver(tmp_path / "triton", "#!/bin/sh\nexit 3\n")
     (tmp_path / "models/net").mkdir(parents=True)
     (tmp_path / "models/net/config.pbtxt").touch()
     arguments = [f"--{service}-port=0" for service in ("http", "grpc", "metrics", "health")]

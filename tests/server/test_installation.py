@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import fake_tritonserver
 
 import torch_py_backend
 from torch_py_backend.errors import ToolError
@@ -143,19 +144,10 @@ def test_failed_installation_keeps_the_old_one(
 # --- the tritonserver ---------------------------------------------------------------------------
 
 
-def _tree(folder: Path, *, stub: bool = True) -> Path:
-    """A tritonserver as NVIDIA's containers have it; returns its executable."""
-    for name in ("bin/tritonserver", "backends/python/libtriton_python.so"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(b"")
-        (folder / name).chmod(0o755)
-    if stub:
-        (folder / "backends/python/triton_python_backend_stub").write_bytes(b"")
-    return folder / "bin/tritonserver"
-
-
 def test_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named, on_path, container = (_tree(tmp_path / name) for name in ("named", "path", "ngc"))
+    named, on_path, container = (
+        fake_tritonserver(tmp_path / name) for name in ("named", "path", "ngc")
+    )
     wheel = installation.TritonInstallation()
     assert "pytriton" in wheel.executable.parts
     assert f"{sys.version_info.major}.{sys.version_info.minor}" in wheel.stub.parts
@@ -174,7 +166,7 @@ def test_a_server_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ToolError, match="nothing; expected a tritonserver"):
         installation.TritonInstallation(tmp_path / "nothing")
     with pytest.raises(ToolError, match="stub; expected a tritonserver with a Python backend"):
-        installation.TritonInstallation(_tree(tmp_path, stub=False))
+        installation.TritonInstallation(fake_tritonserver(tmp_path, stub=False))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(installation, "NGC", tmp_path / "none")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
