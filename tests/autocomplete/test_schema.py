@@ -164,6 +164,12 @@ def test_tensors_are_those_of_the_example_and_a_batch_grows_with_it(
     assert _describe(tmp_path) == described
 
 
+def test_max_batch_size_of_the_config_makes_dimension_0_the_batch(tmp_path: Path) -> None:
+    source = _FUNCTION.format(body="x[:2]", examples="{'x': torch.rand(2, 4)}")
+    build.write(tmp_path, "model.py", source)
+    assert _describe(tmp_path, max_batch_size=16)[:2] == ("x FP32 [4]", "OUTPUT__0 FP32 [4]")
+
+
 def test_file_of_examples_comes_before_a_function(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _FUNCTION.format(body="x[:, :3]", examples="1 / 0"))
     examples = {"x": torch.rand(2, 4)}

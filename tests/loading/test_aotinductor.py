@@ -35,6 +35,7 @@ HERE = {
 def package(folder: Path, metadata: Mapping[str, Any]) -> Path:
     path = build.write(folder, "model.pt2", "")
     with zipfile.ZipFile(path, "w") as file:
+        file.writestr("model/extra/abc_metadata.json", '{"torch_version": "1.0"}')  # a user's own
         name = "model/data/aotinductor/model/abc_metadata.json"
         file.writestr(name, json.dumps(metadata))
     return path

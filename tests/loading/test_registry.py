@@ -170,6 +170,7 @@ class Net(nn.Module):
 
 def test_decoupled_model_has_steps_unless_method_is_set(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _STEPS)
+    assert str(load(tmp_path).signature) == "forward(x)"
     assert str(load(tmp_path, decoupled=True).signature) == "begin(y)"
     loaded = load(tmp_path, decoupled=True, method="forward")
     assert str(loaded.signature) == "forward(x)"
