@@ -48,9 +48,9 @@ def check(requests: list[Any], responses: list[Any]) -> list[int | None]:
 @pytest.mark.parametrize(
     ("values", "cancelled"),
     [
-        pytest.param([-1], True, id="one fails"),
-        pytest.param([1, -1, 2, -2, -4, 5], False, id="some fail"),
-        pytest.param([1, -5, 2], False, id="memory runs out"),
+        ([-1], True),
+        ([1, -1, 2, -2, -4, 5], False),
+        ([1, -5, 2], False),  # memory runs out
     ],
 )
 @pytest.mark.usefixtures("no_collector")
@@ -72,42 +72,34 @@ def test_no_input_outlives_its_response(
 
 
 def test_log_names_the_requests(tmp_path: Path) -> None:
-    """It has the traceback and the IDs of failed requests, not of invalid ones."""
+    """It has the traceback and the IDs of failed requests, not of invalid ones.
+
+    An ID cannot add lines to the log.
+    """
     model = load(tmp_path)
-    lacking = fake_triton.InferenceRequest([], "without its input")
-    sent = [request(1, "good"), request(-2, "first"), lacking, request(-2, "second")]
-    codes = [None, TritonError.INTERNAL, TritonError.INVALID_ARG, TritonError.INTERNAL]
+    failing = "first\nE1121 forged\x1b[0m", "", "x" * 1000
+    sent = [request(1, "good"), *(request(-2, name) for name in failing)]
+    sent.append(fake_triton.InferenceRequest([], "without its input"))
+    codes = [None, *[TritonError.INTERNAL] * 3, TritonError.INVALID_ARG]
     assert check(sent, model.execute(sent)) == codes
     (line,) = logged()
-    assert "forward() raised SystemExit: 3. (requests first, second)" in line
+    named = f"(requests first?E1121 forged?[0m, without an id, {'x' * 64})"
+    assert f"forward() raised SystemExit: 3. {named}" in line.splitlines()[0]
     assert "Traceback (most recent call last):" in line
     assert "model.py" in line
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (["a\nE1121 forged\x1b[0m", "", ""], "(requests a?E1121 forged?[0m, without an id)"),
-        (["x" * 1000], f"(requests {'x' * 64})"),
-    ],
-)
-def test_an_id_cannot_add_lines_to_the_log(names: list[str], said: str, tmp_path: Path) -> None:
-    load(tmp_path).execute([request(-2, name) for name in names])
-    assert said in logged()[0].splitlines()[0]
-
-
 def test_log_is_not_flooded(tmp_path: Path) -> None:
-    model = load(tmp_path, Talks)
+    model = load(tmp_path, talks)
     model.execute([request(-value) for value in range(1, 31)])
     assert len(logged()) == 9
     assert "22 more failures of the same batch." in logged()[-1]
 
 
-class Talks(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if bool((x < 0).any()):
-            raise ValueError(f"value {x.min().item()}")
-        return x * 2
+def talks(x: torch.Tensor) -> torch.Tensor:
+    if bool((x < 0).any()):
+        raise ValueError(f"value {x.min().item()}")
+    return x * 2
 
 
 def test_ids_are_not_read_without_a_failure(
@@ -230,20 +222,19 @@ def test_internal_errors(
 # --- cancelled requests ----------------------------------------------------------------------
 
 
-class Slow(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import time
+def slow(x: torch.Tensor) -> torch.Tensor:
+    import time
 
-        time.sleep(0.05)
-        if bool((x == -1).any()):
-            raise ValueError("negative")
-        return x * 2
+    time.sleep(0.05)
+    if bool((x == -1).any()):
+        raise ValueError("negative")
+    return x * 2
 
 
 @pytest.mark.parametrize("first", [1, -1], ids=["success", "failure"])
 def test_cancelled_requests_are_not_run(first: float, tmp_path: Path) -> None:
     """They are skipped if batches take long."""
-    model = load(tmp_path, Slow)
+    model = load(tmp_path, slow)
     model.execute([request(first)])
     before = model._engine.counts.rows
     for _ in range(3):  # what was not run says nothing of how long the next one takes

@@ -15,11 +15,9 @@ from torch_py_backend.pipeline.run import Counts
 pytestmark = pytest.mark.usefixtures("dynamo")
 
 
-class Branching(nn.Module):
+def branching(x: Tensor) -> Tensor:
     """Its control flow depends on data, so that a full graph is impossible."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if x.sum() > 0 else x - 1
+    return x + 1 if x.sum() > 0 else x - 1
 
 
 def triple(x: Tensor) -> Tensor:
@@ -36,9 +34,9 @@ def compiled(parameters: dict[str, Any], module: Any, kind: str = "CPU") -> comp
 def test_parameters_reach_torch_compile() -> None:
     """A graph break is an error only with fullgraph."""
     with pytest.raises(LoadError, match=r"torch\.compile failed"):
-        compiled({"backend": "eager", "fullgraph": True}, Branching())(torch.ones(1))
+        compiled({"backend": "eager", "fullgraph": True}, branching)(torch.ones(1))
     torch._dynamo.reset()
-    assert compiled({"backend": "eager"}, Branching())(torch.ones(1)) == 2
+    assert compiled({"backend": "eager"}, branching)(torch.ones(1)) == 2
 
 
 @pytest.mark.parametrize("parameters", [{"backend": "nope"}, {"dynamic": "yes"}])

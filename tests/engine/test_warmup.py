@@ -8,7 +8,7 @@ import build
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import runtime, warmup
@@ -69,39 +69,36 @@ def test_row_counts_and_sizes(rows: int, dims: tuple[int, ...], expected: list[l
     assert [list(item["x"].shape) for item in batches(config)] == expected
 
 
-class Plain(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
+def double(x: Tensor) -> Tensor:
+    return x * 2
 
 
-class Guarded(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + 1 if x.shape[0] % 2 == 0 else x * 2
-        return y * 3 if x.shape[0] > 16 else y
+def guarded(x: Tensor) -> Tensor:
+    y = x + 1 if x.shape[0] % 2 == 0 else x * 2
+    return y * 3 if x.shape[0] > 16 else y
 
 
-class Divided(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + 1
-        torch._dynamo.graph_break()
-        return y * 3 if y.shape[0] == 3 else y
+def divided(x: Tensor) -> Tensor:
+    y = x + 1
+    torch._dynamo.graph_break()
+    return y * 3 if y.shape[0] == 3 else y
 
 
 @pytest.mark.parametrize(
-    ("module", "parameters", "rows", "buckets", "called", "eager"),
+    ("forward", "parameters", "rows", "buckets", "called", "eager"),
     [
-        pytest.param(Plain(), {}, 10, None, [10, 8, 4, 3, 2, 1], 0, id="one graph"),
-        pytest.param(Plain(), {}, 1, None, [1], 0, id="one row"),
-        pytest.param(Plain(), {"dynamic": False}, 5, None, [5, 4, 2, 1], 0, id="static buckets"),
-        pytest.param(Plain(), {"dynamic": False}, 12, (), list(range(12, 0, -1)), 0, id="static"),
-        pytest.param(Plain(), {"disable": True}, 5, None, [5, 2, 1], 0, id="disabled"),
+        pytest.param(double, {}, 10, None, [10, 8, 4, 3, 2, 1], 0, id="one graph"),
+        pytest.param(double, {}, 1, None, [1], 0, id="one row"),
+        pytest.param(double, {"dynamic": False}, 5, None, [5, 4, 2, 1], 0, id="static buckets"),
+        pytest.param(double, {"dynamic": False}, 12, (), list(range(12, 0, -1)), 0, id="static"),
+        pytest.param(double, {"disable": True}, 5, None, [5, 2, 1], 0, id="disabled"),
         # Its graphs for odd numbers above 16 are missing.
-        pytest.param(Guarded(), {}, 32, None, [32, 16, 8, 4, 3, 2, 1], 8, id="guards"),
-        pytest.param(Divided(), {}, 40, None, [40, 32, 16, 8, 4, 3, 2, 1], 0, id="graph break"),
+        pytest.param(guarded, {}, 32, None, [32, 16, 8, 4, 3, 2, 1], 8, id="guards"),
+        pytest.param(divided, {}, 40, None, [40, 32, 16, 8, 4, 3, 2, 1], 0, id="graph break"),
     ],
 )
 def test_a_compiled_model_is_called_with_rows_that_may_need_a_graph(
-    module: nn.Module,
+    forward: Callable[[Tensor], Tensor],
     parameters: dict[str, Any],
     rows: int,
     buckets: Any,
@@ -113,7 +110,7 @@ def test_a_compiled_model_is_called_with_rows_that_may_need_a_graph(
     config = build.config(
         max_batch_size=rows, batch_buckets=buckets, torch_compile_optional_parameters=parameters
     )
-    model = engine(config, module)
+    model = engine(config, forward)
     assert [len(item["x"]) for item in warmup.batches(model)] == called
     with runtime.mode(config.options):
         warmup.run(model)
@@ -121,7 +118,7 @@ def test_a_compiled_model_is_called_with_rows_that_may_need_a_graph(
         for count in range(1, rows + 1):
             (outcome,) = model.run([{"x": torch.ones(count, 4)}])
             assert isinstance(outcome, dict)
-            assert torch.equal(torch.as_tensor(outcome["y"]), module(torch.ones(count, 4)))
+            assert torch.equal(torch.as_tensor(outcome["y"]), forward(torch.ones(count, 4)))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert model.counts.eager_calls == eager
     assert caplog.text.count("[[17, 4]] were not met in the warm-up") == (eager > 0)
@@ -223,17 +220,16 @@ def test_nothing_is_compiled_after_failed_samples(caplog: pytest.LogCaptureFixtu
     """Later calls run eagerly from the sample's first graph on, once."""
     calls = []
 
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x + 1
-            torch._dynamo.graph_break()
-            calls.append(len(x))
-            if bool(y.sum() < 100):
-                raise ValueError("too small")
-            return y
+    def forward(x: Tensor) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        calls.append(len(x))
+        if bool(y.sum() < 100):
+            raise ValueError("too small")
+        return y
 
     settings = build.config(torch_compile_optional_parameters={"backend": "aot_eager"})
-    model = engine(settings, Net())
+    model = engine(settings, forward)
     warmup.run(model, serving=True)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     calls.clear()

@@ -28,14 +28,9 @@ _MOST = 8
 Failed: TypeAlias = "dict[tuple[str, str], list[str]]"
 
 
-def is_orphaned() -> bool:
-    """Return whether the server has ended, or this process was forked by the model."""
-    return os.getppid() != _SERVER
-
-
 def end_if_orphaned() -> None:
     """End this process at once if the server has ended. Not for code that forked processes run."""
-    if os.getppid() != _SERVER:  # as `is_orphaned`, in one call
+    if os.getppid() != _SERVER:
         os._exit(os.EX_UNAVAILABLE)
 
 
@@ -58,7 +53,7 @@ class LogHandler(logging.Handler):
         logger = pb_utils.Logger
         # Triton's logger raises for text that is not UTF-8, as an exception's message may be.
         text = self.format(record).encode(errors="replace").decode()
-        if is_orphaned():
+        if os.getppid() != _SERVER:  # or the model has forked this process
             sys.stderr.write(f"{text}\n")
         elif record.levelno >= logging.ERROR:
             logger.log_error(text)
