@@ -72,19 +72,6 @@ class Hooks:
         names = [sent.get("name", "none") for sent in parameters]
         return {**result, "name": names}
 """
-PADS = """\
-class Total(nn.Module):
-    def forward(self, values: Tensor) -> Tensor:
-        return values.sum(1)
-
-
-class Hooks:
-    def preprocess(self, x: Tensor) -> Tensor:
-        return x.abs()
-
-    def collate(self, items: list) -> Tensor:
-        return nn.utils.rnn.pad_sequence(items, batch_first=True)
-"""
 ALONE = """\
 class Sums(nn.Module):
     def forward(self, x: Tensor, scale: float) -> Tensor:
@@ -97,23 +84,6 @@ class Hooks:
 
     def postprocess(self, result: Tensor) -> dict:
         return {"total": result, "all": [float(result)] * 2}
-"""
-# Takes files of one length only, the example's among them.
-FILES = """\
-class Sums(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum(1, keepdim=True)
-
-
-class Hooks:
-    def preprocess(self, file: Tensor) -> Tensor:
-        if len(file) % 5:
-            raise ValueError(f"a file of {len(file)} bytes is truncated")
-        return file[:5].float()
-
-
-def example_inputs():
-    return {"file": torch.arange(5, dtype=torch.uint8).unsqueeze(0)}
 """
 EXAMPLES = (
     COUNTS
@@ -164,7 +134,6 @@ _NO_TEXT = Call(
     {"text": scenarios.strings([b"\xff\xfe"])}, Refused(400, ("input 'text' is not UTF-8",))
 )
 _X = floats(2, 4)
-_LONG = floats(1, 6, seed=1)
 
 
 def _totals(*sent: str) -> dict[str, Any]:
@@ -222,24 +191,6 @@ GOOD = (
                 {"text": strings("ab")},
                 {**_totals("ab"), "name": strings("it"), "length": np.array([[2]])},
                 {"name": "it"},
-            ),
-        ),
-    ),
-    Scenario(
-        "hooks_that_pad",
-        model(PADS),
-        config({"x": [-1]}, {"y": [1]}, parameters={"WARMUP": "true"}),
-        tuple(Call({"x": x}, {"y": np.abs(x).sum(1, keepdims=True)}) for x in (_X, _LONG)),
-    ),
-    Scenario(
-        "hooks_take_examples_whole",
-        model(FILES),
-        config({"file": ["UINT8", -1]}, {"y": [1]}),
-        (
-            Call({"file": np.ones((2, 10), dtype=np.uint8)}, {"y": numbers(5, 5)}),
-            Call(
-                {"file": np.ones((1, 4), dtype=np.uint8)},
-                Refused(400, ("a file of 4 bytes is truncated",)),
             ),
         ),
     ),

@@ -362,7 +362,8 @@ TYPES = (
 )
 
 
-def _settings(name: str, logs: str, *values: int, **parameters: str) -> Scenario:
+def _settings(name: str, options: str, logs: str, *values: int) -> Scenario:
+    parameters = dict(option.split("=", 1) for option in options.split())
     text = config({"x": [4]}, {"y": ["INT64", 9]}, parameters={"WARMUP": "false", **parameters})
     call = Call({"x": _X}, {"y": np.array([values] * 2)})
     return Scenario(name, python(models.Settings), text, (call,), logs=(logs,))
@@ -474,32 +475,20 @@ CALLS = (
 OPTIONS = (
     _settings(
         "settings_libtorch_names",
+        "INTRA_OP_THREAD_COUNT=3 INTER_OP_THREAD_COUNT=1 INFERENCE_MODE=OFF DISABLE_CUDNN=true"
+        " DISABLE_OPTIMIZED_EXECUTION=1 ENABLE_JIT_EXECUTOR=false ENABLE_JIT_PROFILING=0"
+        " ENABLE_TENSOR_FUSER=off ENABLE_NVFUSER=true ENABLE_CACHE_CLEANING=true"
+        " ENABLE_WEIGHT_SHARING=false",
         "the parameter ENABLE_NVFUSER has no effect",
         *(3, 1, 0, 0, 0, 0, 0, 0, 0),
-        INTRA_OP_THREAD_COUNT="3",
-        INTER_OP_THREAD_COUNT="1",
-        INFERENCE_MODE="OFF",
-        DISABLE_CUDNN="true",
-        DISABLE_OPTIMIZED_EXECUTION="1",
-        ENABLE_JIT_EXECUTOR="false",
-        ENABLE_JIT_PROFILING="0",
-        ENABLE_TENSOR_FUSER="off",
-        ENABLE_NVFUSER="true",
-        ENABLE_CACHE_CLEANING="true",
-        ENABLE_WEIGHT_SHARING="false",
     ),
     _settings(
         "settings_python_names",
+        "NUM_THREADS=1 NUM_INTEROP_THREADS=1 ENABLE_TENSOR_FUSER=True ENABLE_JIT_EXECUTOR=on"
+        " ENABLE_JIT_PROFILING=TRUE FORCE_CPU_ONLY_INPUT_TENSORS=no NUM_TREADS=4"
+        ' TORCH_COMPILE_OPTIONAL_PARAMETERS={"disable":true}',
         "NUM_TREADS is unknown and ignored. Did you mean NUM_THREADS?",
         *(1, 1, 1, 0, 1, 1, 1, 1, 1),
-        NUM_THREADS="1",
-        NUM_INTEROP_THREADS="1",
-        ENABLE_TENSOR_FUSER="True",
-        ENABLE_JIT_EXECUTOR="on",
-        ENABLE_JIT_PROFILING="TRUE",
-        FORCE_CPU_ONLY_INPUT_TENSORS="no",
-        NUM_TREADS="4",
-        TORCH_COMPILE_OPTIONAL_PARAMETERS='{"disable": true}',
     ),
     Scenario(
         "compiled",

@@ -14,15 +14,6 @@ if TYPE_CHECKING:
 _OF_BATCHES = ("PAD is set", "BATCH_BUCKETS is set")
 _STATIC = "TORCH_COMPILE_OPTIONAL_PARAMETERS has dynamic: false"
 _STREAMS = "the model is decoupled"
-_EXCLUDED_BY_STREAMS = (
-    *_OF_BATCHES,
-    "TORCH_COMPILE_OPTIONAL_PARAMETERS is set",
-    "OPTIMIZE asks for freeze",
-    "ENABLE_WEIGHT_SHARING shares the weights on the GPU",
-)
-_RAGGED = ("config.pbtxt has batch_input", "config.pbtxt has batch_output")
-_EXCLUDED_BY_RAGGED = (*_OF_BATCHES, _STATIC, _STREAMS)
-
 # Settings each of which excludes each of the second ones, and what to do.
 _EXCLUSIONS = (
     (
@@ -42,11 +33,20 @@ _EXCLUSIONS = (
         "It applies to batches: set max_batch_size, or remove it.",
     ),
     (
-        _EXCLUDED_BY_STREAMS,
+        (
+            *_OF_BATCHES,
+            "TORCH_COMPILE_OPTIONAL_PARAMETERS is set",
+            "OPTIMIZE asks for freeze",
+            "ENABLE_WEIGHT_SHARING shares the weights on the GPU",
+        ),
         (_STREAMS,),
         "Each request is a stream, with the model's code between its responses: remove it.",
     ),
-    (_EXCLUDED_BY_RAGGED, _RAGGED, "Remove one of the two: sizes differ from batch to batch."),
+    (
+        (*_OF_BATCHES, _STATIC, _STREAMS),
+        ("config.pbtxt has batch_input", "config.pbtxt has batch_output"),
+        "Remove one of the two: sizes differ from batch to batch.",
+    ),
 )
 
 

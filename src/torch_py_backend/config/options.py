@@ -1,7 +1,6 @@
 """The parameters of config.pbtxt: one table with name, parser and default.
 
-docs/options.md describes each option. The other columns of its table, and the messages about
-parameters, are generated from the fields of `Options`.
+docs/options.md has their meanings; the rest of its table is generated from the fields of `Options`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from torch_py_backend.config.model_config import ModelConfig
 
-_CGROUP = Path("/sys/fs/cgroup")
-
 
 class Threads(NamedTuple):
     """Numbers of threads: within one operator, and of operators in parallel."""
@@ -41,7 +39,7 @@ def set_environment(threads: Threads) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 
-def available_cores(cgroup: Path = _CGROUP) -> int:
+def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of cores that CPU affinity and the container's quota allow."""
     allowed = len(os.sched_getaffinity(0))
     # cgroup v2 has "<quota> <period>" in one file, v1 two files; no quota is "max", or -1.
