@@ -53,25 +53,18 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def arguments(**document: Any) -> dict[str, str]:
-    """Triton's arguments of initialize(), with its defaults written out as Triton does."""
+    """Triton's arguments of initialize(), with defaults written out as Triton does."""
     whole = {
         "name": MODEL,
         "platform": "",
         "backend": "pytorch_py",
         "runtime": "model.py",
-        "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": 8,
         "input": [_tensor("x")],
         "output": [_tensor("y")],
-        "batch_input": [],
-        "batch_output": [],
-        "optimization": {"priority": "PRIORITY_DEFAULT"},
         "instance_group": [{"name": MODEL, "kind": "KIND_CPU", "count": 1, "gpus": []}],
         "default_model_filename": "",
-        "cc_model_filenames": {},
-        "metric_tags": {},
         "parameters": {},
-        "model_warmup": [],
     }
     return {
         "model_config": json.dumps(whole | document),

@@ -226,14 +226,14 @@ TABLE = (
     _streamed(
         "rows",
         ROWS,
-        config({"x": "FP32", "count": "INT32"}, {"y": "FP32", "said": "STRING"}, rows=4),
+        config({"x": "FP32", **_COUNT}, {"y": "FP32", "said": "STRING"}, rows=4),
         _multiples(2, 2),
         _multiples(2, 3, error=Refused(400, ("input 'count' holds 2 values",))),
     ),
     _streamed(
         "continuous",
         CONTINUOUS,
-        config({"start": "FP32", "count": "INT32"}, _Y),
+        config({"start": "FP32", **_COUNT}, _Y),
         _counted(3, _ticks(3, 5.0), start=floats(5)),
         _counted(0, [], start=floats(5)),
         _counted(-1, [], "begin() raised ValueError: fewer than none", start=floats(5)),
@@ -267,40 +267,16 @@ class Amiss(nn.Module):
     def step(self, states):
         return [(None, states[0])]
 """
+_START = {"start": "FP32", **_COUNT}
 _REFUSED = (
-    (
-        "stream_in_unary",
-        TICKER,
-        config(_COUNT, _Y, more=_NOT_DECOUPLED),
-        "Write model_transaction_policy { decoupled: true } into config.pbtxt",
-    ),
-    (
-        "steps_in_unary",
-        CONTINUOUS,
-        config({"start": "FP32", "count": "INT32"}, _Y, more=_NOT_DECOUPLED),
-        "makes a stream of results",
-    ),
-    (
-        "yields_in_autocast",
-        _AUTOCAST,
-        config(_X, _Y),
-        "the model yields within torch.autocast or a torch.device, or awaits there",
-    ),
-    (
-        "yields_rubbish",
-        "def forward(x):\n    yield 'rubbish'\n",
-        config(_X, _Y),
-        "output 'y' is a str",
-        "the warm-up with x [1] failed",
-    ),
-    (
-        "steps_amiss",  # one stream alone would do
-        _AMISS,
-        config(_X, _Y),
-        "step() returned a list of 1 for 2 streams; expected a list with a pair",
-    ),
+    ("stream_in_unary", TICKER, config(_COUNT, _Y, more=_NOT_DECOUPLED), "decoupled: true"),
+    ("steps_in_unary", CONTINUOUS, config(_START, _Y, more=_NOT_DECOUPLED), "decoupled: true"),
+    ("yields_in_autocast", _AUTOCAST, config(_X, _Y), "yields within torch.autocast"),
+    ("yields_rubbish", "def f(x):\n    yield 'rubbish'\n", config(_X, _Y), "output 'y' is a str"),
+    # One stream alone would do.
+    ("steps_amiss", _AMISS, config(_X, _Y), "step() returned a list of 1 for 2 streams"),
 )
 REFUSED = tuple(
-    Scenario(name, scenarios.text(code), text, load_error=tuple(says))
-    for name, code, text, *says in _REFUSED
+    Scenario(name, scenarios.text(code), text, load_error=(says,))
+    for name, code, text, says in _REFUSED
 )
