@@ -17,6 +17,7 @@ from pathlib import Path
 
 import build
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -97,11 +98,11 @@ class Net(torch.nn.Module):
 """
 
 
-def _zipped(**members: bytes) -> bytes:
+def _zipped(members: dict[str, bytes], folder: str = "model/") -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in members.items():
-            archive.writestr(f"model/{name}", data)
+            archive.writestr(f"{folder}{name}", data)
     return buffer.getvalue()
 
 
@@ -111,34 +112,29 @@ def _state_dict() -> bytes:
     return buffer.getvalue()
 
 
-def _archived() -> bytes:
-    buffer = io.BytesIO()
-    model = {"handler": "base_handler", "serializedFile": "net.pt", "configFile": "c.yaml"}
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as written:
-        written.writestr("net.pt", "")
-        written.writestr("c.yaml", "batchSize: 8\nmaxBatchDelay: 50\n")
-        written.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": model}))
-    return buffer.getvalue()
-
-
 def _parameter(key: str, text: str) -> bytes:
     keys = [row.key for row in options.TABLE]
     return bytes([keys.index(key)]) + text.encode()
 
 
 _JSON = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "../b.safetensors"}}
-_HEADER = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+_MODEL = {"handler": "base_handler", "serializedFile": "net.pt", "configFile": "c.yaml"}
+_ARCHIVE = {
+    "net.pt": b"",
+    "c.yaml": b"batchSize: 8\nmaxBatchDelay: 50\n",
+    "MAR-INF/MANIFEST.json": json.dumps({"model": _MODEL}).encode(),
+}
 _SEEDS = (
     b"",
     _state_dict(),
     _zipped(
-        **{"code/__torch__.py": b"class A: ...", "constants.pkl": b"\x80\x02).", "data.pkl": b"."}
+        {"code/__torch__.py": b"class A: ...", "constants.pkl": b"\x80\x02).", "data.pkl": b"."}
     ),
-    _zipped(**{"models/model.json": b"{}", "data/weights/weight_0": bytes(16)}),
-    _zipped(**{"data/aotinductor/model/x_metadata.json": b'{"AOTI_DEVICE_KEY": "cpu"}'}),
+    _zipped({"models/model.json": b"{}", "data/weights/weight_0": bytes(16)}),
+    _zipped({"data/aotinductor/model/x_metadata.json": b'{"AOTI_DEVICE_KEY": "cpu"}'}),
     pickle.dumps({"w": [1, 2.5, "text", None, print]}, protocol=2),
     pickle.dumps({"w": [1, 2.5, "text", None, print]}, protocol=4),
-    len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(8),
+    safetensors.torch.save({"w": torch.zeros(2)}),
     b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     b"<!DOCTYPE html><html></html>",
     json.dumps(_JSON).encode(),
@@ -149,7 +145,7 @@ _SEEDS = (
     _parameter("CUDA_MEMORY_FRACTION", "1e999"),
     _CONFIG,
     _SOURCE,
-    _archived(),
+    _zipped(_ARCHIVE, ""),
 )
 
 
