@@ -1,5 +1,3 @@
-"""Completion of a config: whether the model is run, and what is filled in."""
-
 from __future__ import annotations
 
 import json

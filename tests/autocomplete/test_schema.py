@@ -1,5 +1,3 @@
-"""Inferring the schema of a model from its exported program or by trial runs."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Packages of AOTInductor: the machine they were built for, and the sizes that they accept."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Which file is the model, its type and its weights."""
-
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +41,6 @@ aoti = archive("data/aotinductor/model/wrapper.cpp")
 
 
 def store(folder: Path, files: _Files) -> Path:
-    """Write files into version 1, and return its folder."""
     for name, write in files.items():
         write(build.write(folder, name, ""))
     return folder / "1"

@@ -1,5 +1,3 @@
-"""Synthetic requests for a config, and examples that fit it."""
-
 from __future__ import annotations
 
 from typing import Any

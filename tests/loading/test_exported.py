@@ -1,5 +1,3 @@
-"""Programs of torch.export."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

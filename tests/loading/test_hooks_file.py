@@ -1,5 +1,3 @@
-"""Hooks: the class, the arguments of its methods, and the files it may be in."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -21,7 +19,6 @@ _POST = "    def postprocess(self, result):\n        return result\n"
 
 
 def load(folder: Path, code: str, **overrides: Any) -> Hooks:
-    """Write hooks.py beside a module and load the hooks."""
     build.write(folder, "model.py", _NET)
     build.write(folder, "hooks.py", code)
     settings = build.config(folder, **overrides)
@@ -31,7 +28,6 @@ def load(folder: Path, code: str, **overrides: Any) -> Hooks:
 
 
 def method(definition: str) -> str:
-    """Return the source of a class of hooks with a method."""
     return f"class Hooks:\n    {definition}:\n        return None\n"
 
 

@@ -1,5 +1,3 @@
-"""Initial states of sequences."""
-
 from __future__ import annotations
 
 import struct

@@ -1,5 +1,3 @@
-"""OPTIMIZE: frozen graphs, memory formats and types of weights."""
-
 from __future__ import annotations
 
 from typing import Any

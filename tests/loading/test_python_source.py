@@ -1,5 +1,3 @@
-"""The object that a model.py or a package defines: which one it is, and where its code fails."""
-
 from __future__ import annotations
 
 import sys
@@ -36,13 +34,11 @@ FIRST = "class First(Net):\n    def forward(self, x):\n        return x + 2\n"
 
 
 def constructed(folder: Path, source: str | bytes, **options: Any) -> Any:
-    """Return the object that a source in version 1 defines, with these options."""
     artifact = Artifact(ArtifactType.MODULE, build.write(folder, "model.py", source))
     return python_source.construct(build.config(folder, **options), artifact)[0]
 
 
 def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
-    """Return the message of the error that a source causes."""
     with pytest.raises(ArtifactError) as raised:
         constructed(folder, source, **options)
     assert isinstance(raised.value, LoadError)
@@ -188,7 +184,6 @@ def broken():
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of an importable package of one module."""
     site = tmp_path / "site" / "installed_package"
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("")

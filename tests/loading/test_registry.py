@@ -1,5 +1,3 @@
-"""Each type of artifact is loaded as a module that is ready to be called, or refused."""
-
 from __future__ import annotations
 
 from pathlib import Path

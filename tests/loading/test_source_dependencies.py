@@ -1,5 +1,3 @@
-"""The files that a model.py needs, from names and syntax trees."""
-
 from __future__ import annotations
 
 import json

@@ -91,14 +91,12 @@ def save(state: Any, path: Path) -> None:
 
 
 def load(folder: Path, name: str, module: nn.Module) -> nn.Module:
-    """Return the module, filled from a file of its version folder."""
     artifact = Artifact(ArtifactType.MODULE, folder / "1" / "model.py", folder / "1" / name)
     weights.load_into(build.config(folder), artifact, module)
     return module.eval()
 
 
 def filled(folder: Path, module: nn.Module, state: Any, name: str = "model.pt") -> nn.Module:
-    """Return a module that was filled from a file with this state."""
     save(state, build.write(folder, name, ""))
     return load(folder, name, module)
 

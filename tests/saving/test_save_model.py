@@ -1,5 +1,3 @@
-"""`save_model`: model folders of modules in memory; tests/live serves them."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -37,7 +35,6 @@ _FORMATS = ("module", "export")
 
 @pytest.fixture(autouse=True)
 def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the models in this process."""
     monkeypatch.setattr(child_process, "run", command_line.here)
 
 
@@ -46,7 +43,6 @@ _X = torch.rand(2, 4)
 
 
 def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
-    """Save a module; return its config."""
     path = save_model(module, folder / "models" / "net", **options)
     assert path == folder / "models" / "net"
     assert {child.name for child in path.parent.iterdir()} == {"net"}

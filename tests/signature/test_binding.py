@@ -1,5 +1,3 @@
-"""Binding of input names to the leaves of forward()'s call tree."""
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

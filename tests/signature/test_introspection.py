@@ -1,5 +1,3 @@
-"""The signature of forward() from Python, a TorchScript schema or an exported call tree."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""Binding of output names to the leaves of forward()'s result."""
-
 import collections
 import dataclasses
 import itertools
