@@ -84,19 +84,6 @@ def _free(inputs: list[Callable[[], object]]) -> bool:
     return all(tensor() is None for tensor in inputs)
 
 
-def test_streams_run_on_the_device_of_the_instance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared: list[tuple[str, str]] = []
-    monkeypatch.setattr(
-        runtime,
-        "make_current",
-        lambda device: prepared.append((device.type, threading.current_thread().name)),
-    )
-    Served(tmp_path, streamed.TABLE[0].scenario)
-    until(lambda: ("cpu", "streams") in prepared)
-
-
 @pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda scenario: scenario.name)
 def test_models_that_cannot_stream_fail_the_load(scenario: Scenario, tmp_path: Path) -> None:
     with pytest.raises(fake_triton.TritonModelException) as refusal:
@@ -191,18 +178,17 @@ def test_a_stream_that_never_begins_gets_a_final_response(
     until(lambda: _live() == 0)
 
 
-@pytest.mark.parametrize("how", ["the last response", "the end"])
-def test_a_stream_that_has_ended_is_not_checked(how: str, tmp_path: Path) -> None:
+def test_a_stream_that_has_ended_is_not_checked(tmp_path: Path) -> None:
     """A poll between the end of a stream and of its task does not query Triton, which would die."""
     served = Served(tmp_path, _model(_ENDLESS))
     assert served.model._streaming is not None
-    request = served.request(_X)
-    client = streaming._Client(served.model._engine, request)
-    if how == "the end":
-        client.end(None)
-    else:
-        client.send({}, last=True)
-    served.model._streaming._watch(client)
+    for responds in (True, False):
+        client = streaming._Client(served.model._engine, served.request(_X))
+        if responds:
+            client.send({}, last=True)
+        else:
+            client.end(None)
+        served.model._streaming._watch(client)
 
 
 def test_an_unexpected_exception_ends_a_stream_and_releases_its_slot(
@@ -292,10 +278,12 @@ def test_the_end_of_an_instance_ends_its_streams_with_503(tmp_path: Path) -> Non
 def test_the_end_of_an_instance_whose_thread_has_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closing = threading.Event()
+    """The thread begins with the instance's device."""
+    closing, prepared = threading.Event(), []
 
-    def begin_late(_: torch.device) -> None:
+    def begin_late(device: torch.device) -> None:
         if threading.current_thread().name == "streams":
+            prepared.append(device.type)
             closing.wait(_SECONDS)
 
     monkeypatch.setattr(runtime, "make_current", begin_late)
@@ -304,6 +292,7 @@ def test_the_end_of_an_instance_whose_thread_has_not_begun(
     assert streams is not None
     threading.Timer(0.2, closing.set).start()
     served.model.finalize()
+    assert prepared == ["cpu"]
     assert not streams._thread.is_alive()
     assert streams._loop.is_closed()
 
