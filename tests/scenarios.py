@@ -998,16 +998,5 @@ LOAD_ERRORS = (
     ),
 )
 
-TABLE = (
-    *NAMES,
-    *FILES,
-    *BATCHES,
-    *TYPES,
-    *CALLS,
-    *OPTIONS,
-    *RUNTIMES,
-    *POISON,
-    *RAGGED,
-    *SEQUENCES,
-    *LOAD_ERRORS,
-)
+TABLE: tuple[Scenario, ...] = NAMES + FILES + BATCHES + TYPES + CALLS + OPTIONS + RUNTIMES
+TABLE += POISON + RAGGED + SEQUENCES + LOAD_ERRORS
