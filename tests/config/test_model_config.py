@@ -7,7 +7,7 @@ import build
 import pytest
 
 from torch_py_backend.config import dtypes, model_config
-from torch_py_backend.config.model_config import BatchOutput, ModelConfig, Origin
+from torch_py_backend.config.model_config import BatchOutput, ModelConfig
 from torch_py_backend.config.sequence_config import ControlInput, SequenceConfig, State
 
 
@@ -160,14 +160,3 @@ def test_states(initial: list[Any], sizes: tuple[int, ...], file: str | None) ->
     """A state has the settings of its block; sizes of -1 are 1 at first, as in Triton."""
     config = parsed(sequence_batching={"state": [_BLOCK | {"initial_state": initial}]})
     assert config.states == (State("past", "present", _FP32, (2, -1), sizes, file),)
-
-
-def test_states_are_inputs_and_outputs() -> None:
-    """States are added to inputs and outputs, unless listed there, with the same type."""
-    batching = {"state": [_BLOCK]}
-    config = parsed(sequence_batching=batching)
-    tensors = {(spec.name, spec.origin) for spec in (*config.inputs, *config.outputs)}
-    client, state = Origin.CLIENT, Origin.STATE
-    assert tensors == {("x", client), ("past", state), ("y", client), ("present", state)}
-    config = parsed(sequence_batching=batching, output=[tensor(name="present", dims=[2, -1])])
-    assert [(spec.name, spec.origin) for spec in config.outputs] == [("present", client)]
