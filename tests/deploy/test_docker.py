@@ -109,42 +109,33 @@ class Image:
     root: Path
     environment: dict[str, str]
 
-    def place(self, text: str) -> str:
-        """Return the image's paths as paths of the scratch tree."""
-        return text.replace("/opt/", f"{self.root}/opt/")
-
     def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command,
-            env=self.environment,
-            cwd=self.root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+            command, env=self.environment, cwd=self.root, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+def _built(root: Path) -> Image:
     """The image after the Dockerfile's last step."""
-    root = tmp_path_factory.mktemp("image")
     triton = installation.TritonInstallation()
     base = root / "opt" / "tritonserver"
     _lay_out_base(triton, base)
     python = packed.make(root / "python")
-    values = {"PATH": os.pathsep.join([f"{python}/bin", f"{base}/bin", os.environ["PATH"]])}
-    # Beside the server's own libraries the stub needs libpython.
-    libraries = [base / "lib", *triton.libraries[1:]]
-    values["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, libraries))
-    # What the wheel is built with is there already.
-    values["PIP_NO_BUILD_ISOLATION"] = "0"
+    values = {
+        "PATH": os.pathsep.join([f"{python}/bin", f"{base}/bin", os.environ["PATH"]]),
+        # Beside the server's own libraries the stub needs libpython.
+        "LD_LIBRARY_PATH": os.pathsep.join(map(str, [base / "lib", *triton.libraries[1:]])),
+        # What the wheel is built with is there already.
+        "PIP_NO_BUILD_ISOLATION": "0",
+    }
     image = Image(root, {**os.environ, **_arguments(), **values})
     for instruction, text in _STEPS:
+        placed = text.replace("/opt/", f"{root}/opt/")
         if instruction == "COPY":
-            _copy(image.place(text))
+            _copy(placed)
         if instruction == "RUN":
-            done = image.run(["/bin/sh", "-c", image.place(text)])
+            done = image.run(["/bin/sh", "-c", placed])
             assert done.returncode == 0, f"{text}\n{done.stdout}"
             # pip's warning for an extra that is not in pyproject.toml.
             assert "does not provide the extra" not in done.stdout
@@ -178,14 +169,15 @@ def _copy(text: str) -> None:
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_built_image_serves_an_example(image: Image, tmp_path: Path) -> None:
+def test_built_image_serves_an_example(tmp_path: Path) -> None:
     """The image's command answers, and the healthcheck of compose.yaml says when it does."""
+    image, models = _built(tmp_path / "image"), tmp_path / "models"
     installed = image.run(["python3", "-m", "pip", "show", "--files", "torch-py-backend"])
     assert f"Location: {image.root}" in installed.stdout
     ports = choose_ports("", [0] * 4)
     probe = [word.replace("8003", str(ports[3])) for word in _service()["healthcheck"]["test"][1:]]
-    shutil.copytree(_EXAMPLES / "add_sub", tmp_path / "add_sub")
-    command = [word.replace("/models", str(tmp_path)) for word in json.loads(_texts("CMD")[0])]
+    shutil.copytree(_EXAMPLES / "add_sub", models / "add_sub")
+    command = [word.replace("/models", str(models)) for word in json.loads(_texts("CMD")[0])]
     names = zip(("http", "grpc", "metrics", "health"), ports, strict=True)
     command += ["--address=127.0.0.1", *(f"--{name}-port={port}" for name, port in names)]
     log = image.root / "server.log"

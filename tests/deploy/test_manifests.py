@@ -164,8 +164,9 @@ def _assert_restricted(spec: Document) -> None:
 # --- Kustomize -------------------------------------------------------------------------------
 
 
-def test_schemas(documents: list[Document]) -> None:
-    """The oldest and newest Kubernetes and the operators accept every field."""
+def test_the_oldest_and_newest_kubernetes_and_the_operators_accept_every_field(
+    documents: list[Document],
+) -> None:
     for document in documents:
         _validate(document)
     assert _container(documents)["image"] == "registry.example.com/torch-py-backend:1"
@@ -250,8 +251,7 @@ def test_object_store(build: Build) -> None:
     assert container["envFrom"][0]["configMapRef"]["name"] == config["metadata"]["name"]
 
 
-def test_no_operator(build: Build) -> None:
-    """The component leaves out what needs the Prometheus operator."""
+def test_no_operator_leaves_out_what_needs_the_prometheus_operator(build: Build) -> None:
     kinds = [{one["kind"] for one in build(_with(*names))} for names in ((), ("no-operator",))]
     assert kinds[0] - kinds[1] == {"PodMonitor", "PrometheusRule"}
 

@@ -30,7 +30,9 @@ def test_readme(tmp_path: Path) -> None:
         tokenizer_object=tokenizers.Tokenizer(words), pad_token="[PAD]"
     )
     tokenizer.save_pretrained(tmp_path / "local")
-    settings = transformers.DistilBertConfig(vocab_size=3, dim=16, hidden_dim=32, n_heads=2)
+    settings = transformers.DistilBertConfig(
+        vocab_size=3, dim=16, hidden_dim=32, n_heads=2, n_layers=1
+    )
     model = transformers.DistilBertForSequenceClassification(settings)
     model.save_pretrained(tmp_path / "local")
     name = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
