@@ -25,7 +25,7 @@ Batch: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 def running(config: ModelConfig) -> Iterator[Batch]:
     """Profile the first batches within the context, in the thread that runs the model.
 
-    An error of the profiler is logged, and does not fail a request.
+    An error of the profiler is logged, ends the profile, and does not fail a request.
     """
     if config.options.profile_dir is None:
         yield contextlib.nullcontext
@@ -36,27 +36,27 @@ def running(config: ModelConfig) -> Iterator[Batch]:
         on_trace_ready=tensorboard_trace_handler(config.options.profile_dir, name, use_gzip=True),
     )
 
+    failed = False
+
+    def attempt(change: Callable[[], object]) -> None:
+        nonlocal failed
+        try:
+            if not failed:
+                change()
+        except Exception as error:  # such as a full disk, or a profiler of the model's own code
+            failed = True
+            log.warning("the profiler failed: %s.", summarize(error))
+
     @contextlib.contextmanager
     def batch() -> Iterator[None]:
         try:
             with record_function("batch"):
                 yield
         finally:
-            with _logged():
-                profiler.step()
+            attempt(profiler.step)
 
-    with _logged():
-        profiler.start()
+    attempt(profiler.start)
     try:
         yield batch
     finally:
-        with _logged():
-            profiler.stop()
-
-
-@contextlib.contextmanager
-def _logged() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # such as a full disk, or a profiler of the model's own code
-        log.warning("the profiler failed: %s.", summarize(error))
+        attempt(profiler.stop)
