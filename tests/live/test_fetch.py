@@ -51,8 +51,9 @@ def s3() -> Iterator[stores.S3]:
     server.stop()
 
 
-def test_starts(s3: stores.S3, tmp_path: Path) -> None:
-    """A start fetches the models; without the store, the last files are served."""
+def test_a_start_fetches_models_and_serves_the_last_files_if_the_store_is_away(
+    s3: stores.S3, tmp_path: Path
+) -> None:
     cache = f"--cache={tmp_path / 'cache'}"
     for factor, store_runs in ((2.0, True), (2.0, False)):
         if store_runs:
@@ -65,11 +66,3 @@ def test_starts(s3: stores.S3, tmp_path: Path) -> None:
             log = served.log
         assert ("Serving the files that were fetched last." in log) != store_runs
         assert stores.SECRET not in log
-
-
-def test_refused(s3: stores.S3, tmp_path: Path) -> None:
-    """A URL that holds no models ends the command with a sentence."""
-    url = "s3://bucket/models/scale/1"
-    with supervised.serve(url, f"--cache={tmp_path / 'cache'}", **s3.variables) as served:
-        assert served.process.wait(60) == 1
-        assert "holds no models" in served.log

@@ -72,22 +72,22 @@ def _span_name(names: Names, ids: list[int]) -> str:
     return names[tuple(ids)]
 
 
-@pytest.mark.parametrize("model", ["plain", "caller"])
-def test_trace_of_the_client(model: str, server: Server, names: Names) -> None:
-    """A client's own trace, sent as W3C's header, goes through Triton into the model's code.
+def test_the_trace_of_the_client_is_that_of_the_models_code(server: Server, names: Names) -> None:
+    """It comes as W3C's header, and goes through Triton and one model into another.
 
-    A called model runs within the same trace, in Triton's span of its own request.
+    The called model runs in Triton's span of its own request.
     """
     inputs = serving.infer_inputs(tritonclient.http, _X)
     headers = {"traceparent": f"00-{'-'.join(_CLIENT)}-01"}
     with tritonclient.http.InferenceServerClient(server.http_address) as client:
-        ids = client.infer(model, inputs, headers=headers).as_numpy("y").ravel().tolist()
+        ids = client.infer("caller", inputs, headers=headers).as_numpy("y").ravel().tolist()
     assert ids[:1] == traced.ends(_CLIENT[0])
     assert _span_name(names, ids) == "plain"
 
 
-def test_stream(server: Server, names: Names) -> None:
-    """Each response of a stream is made within Triton's span of its request."""
+def test_responses_of_a_stream_are_made_within_the_span_of_its_request(
+    server: Server, names: Names
+) -> None:
     client = grpc_streams.connect(server)
     responses: list[Any] = list(grpc_streams.responses(client.ask("yields", _X)))
     client.channel.close()
