@@ -11,7 +11,7 @@ from typing import Any
 import fake_triton
 import numpy as np
 import scenarios
-from scenarios import Scenario
+from scenarios import Refused, Scenario
 
 from torch_py_backend.adapter import TritonPythonModel
 
@@ -62,6 +62,19 @@ def request(value: float, name: str = "", *, rows: int = 1, cancelled: bool = Fa
     """A request whose input x is FP32 [4], the same value everywhere."""
     x = np.full((rows, 4), value, dtype=np.float32)
     return fake_triton.InferenceRequest([fake_triton.Tensor("x", x)], name, cancelled=cancelled)
+
+
+_STATUS = {
+    fake_triton.TritonError.INTERNAL: 500,
+    fake_triton.TritonError.INVALID_ARG: 400,
+    fake_triton.TritonError.UNAVAILABLE: 503,
+}
+
+
+def check_refusal(error: Any, expected: Refused) -> None:
+    assert error is not None
+    assert _STATUS[error.code()] == expected.status
+    expected.check(error.message())
 
 
 def logged(level: str = "error") -> list[str]:
