@@ -82,8 +82,6 @@ def starting(folder: Path) -> Iterator[Start]:
                     stream.close()
 
 
-# --- processes that publish a status, in the role of instances ---------------------------------
-
 _PUBLISH = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path

@@ -74,9 +74,6 @@ def blocks(page: Path) -> list[Block]:
     return result
 
 
-# --- tables that are generated ----------------------------------------------------------------
-
-
 def generated(page: Path, name: str, new: str | None = None) -> str:
     """Return the table between two comments of a page; write a new one there, if it is given."""
     text = page.read_text(encoding="utf-8")

@@ -156,9 +156,6 @@ CASES = {
 }
 
 
-# --- files -----------------------------------------------------------------------------------
-
-
 def _program(case: Case) -> torch.export.ExportedProgram:
     args, kwargs = case.args(), case.kwargs()
     batch = torch.export.Dim("batch", min=1, max=64)
@@ -199,9 +196,6 @@ def _scenario(kind: str, name: str) -> Scenario:
     if kind == "torchscript" and case.scripted:
         _, text, calls = case.scripted
     return Scenario(f"{kind}_{name}", _write(kind, name), text, calls)
-
-
-# --- configs that the model completes ----------------------------------------------------------
 
 
 _ONE_NAMED = tuple(

@@ -28,9 +28,6 @@ JOB = "torch-py-backend"
 _UP = "up"
 
 
-# --- queries ---------------------------------------------------------------------------------
-
-
 def rules() -> list[dict[str, Any]]:
     groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["spec"]["groups"]
     return [rule for group in groups for rule in group["rules"]]
@@ -80,9 +77,6 @@ def _selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
 def known() -> dict[str, Family | None]:
     """The series of this backend with their rows, and Prometheus' own."""
     return {**metric_families.BY_NAME, _UP: None}
-
-
-# --- what is made ----------------------------------------------------------------------------
 
 
 def table() -> str:

@@ -76,9 +76,6 @@ class Scenario:
         return folder
 
 
-# --- config.pbtxt ----------------------------------------------------------------------------
-
-
 def tensor(role: str, name: str, dims: list[int], kind: str = "FP32", more: str = "") -> str:
     sizes = ", ".join(map(str, dims))
     return f'{role} [{{ name: "{name}" data_type: TYPE_{kind} dims: [{sizes}] {more} }}]\n'
@@ -123,9 +120,6 @@ def config(
     return text + more
 
 
-# --- version folders -------------------------------------------------------------------------
-
-
 def script(module: nn.Module, name: str = "model.pt") -> Writer:
     return lambda folder: torch.jit.script(module.eval()).save(folder / name)
 
@@ -165,9 +159,6 @@ def both(*writers: Writer) -> Writer:
             one(folder)
 
     return write
-
-
-# --- values ----------------------------------------------------------------------------------
 
 
 def floats(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -580,8 +571,6 @@ RUNTIMES = (
 )
 
 
-# --- batches of which some requests are bad ---------------------------------------------------
-
 _BATCH = 32
 
 
@@ -648,8 +637,6 @@ POISON = (
         ),
     ),
 )
-
-# --- batch_input and batch_output -------------------------------------------------------------
 
 
 def batch_input(kind: str, name: str, source: str = "x", dtype: str = "INT32") -> str:
@@ -759,9 +746,6 @@ RAGGED = (
         batches=(_ROW_SUMS,),
     ),
 )
-
-
-# --- sequences -------------------------------------------------------------------------------
 
 
 def sequencing(

@@ -25,8 +25,6 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.values import Value
 
-# --- engines of functions -----------------------------------------------------------------------
-
 
 def engine(
     function: Callable[..., Any], step: Callable[[list[Any]], Any] | None = None, **overrides: Any
@@ -76,9 +74,6 @@ def run(model: Engine, *pairs: tuple[dict[str, Value], Recorder]) -> Streams:
     asyncio.run(together())
     assert streams.live == 0
     return streams
-
-
-# --- the table ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

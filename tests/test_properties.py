@@ -119,8 +119,6 @@ def test_names_of_any_spelling_feed_forward_once_each_or_are_refused(
     assert sorted(pytree.tree_leaves(_called(inputs))) == sorted(names)
 
 
-# --- batching ----------------------------------------------------------------------------------
-
 _NUMBERS = [dtype for dtype in dtypes.TABLE if dtype.numpy not in (None, "object")]
 
 

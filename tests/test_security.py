@@ -29,9 +29,6 @@ from torch_py_backend.loading.discovery import Artifact, ArtifactType
 CPU = torch.device("cpu")
 
 
-# --- no code from weights ----------------------------------------------------------------------
-
-
 class _Code:
     """Unpickled, it makes a file."""
 
@@ -95,9 +92,6 @@ def test_example_inputs_are_safetensors_and_nothing_else(tmp_path: Path, damage:
         example_inputs.find(build.config(tmp_path), Artifact(ArtifactType.TORCHSCRIPT, path))
 
 
-# --- options are data --------------------------------------------------------------------------
-
-
 def test_options_are_not_evaluated(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     code = f"__import__('os').mkdir('{mark}')"
@@ -106,9 +100,6 @@ def test_options_are_not_evaluated(tmp_path: Path) -> None:
             with contextlib.suppress(ConfigError):
                 options.parse({row.key: {"string_value": text}})
             assert not mark.exists(), row.key
-
-
-# --- paths stay in the model's folder ----------------------------------------------------------
 
 
 _LONG = "a" * 300
@@ -168,9 +159,6 @@ def test_no_shard_leads_out_of_the_folder(tmp_path: Path, process: None, shard: 
     build.write(folder, "model.safetensors.index.json", json.dumps(index))
     with pytest.raises(ArtifactError, match="expected a file beside the index"):
         _load(folder)
-
-
-# --- what is compiled is this user's alone -----------------------------------------------------
 
 
 @pytest.fixture

@@ -42,9 +42,6 @@ _SERVICES = {"8000": "http", "8001": "grpc", "8002": "metrics", "8003": "health"
 _KNOWN = re.compile(r"pip|(.venv/bin/)?python|make|curl|mkdir|pytest|cp|mv|sed|sha256sum")
 
 
-# --- shell commands --------------------------------------------------------------------------
-
-
 def _commands(block: Block) -> list[list[str]]:
     """The words of each command; without comments, and without variables set for it alone."""
     joined = block.text.replace("\\\n", " ")
@@ -65,9 +62,6 @@ def check_commands(block: Block) -> None:
             assert _KNOWN.fullmatch(name) or block.reason, (
                 f'{block.place}: {name} cannot be run; say why in the fence: title="Example: …"'
             )
-
-
-# --- the reader ------------------------------------------------------------------------------
 
 
 def followed(page: Path) -> bool:
@@ -155,8 +149,6 @@ class _Reader:
         else:
             assert done.returncode == 0, told
         return done.stdout
-
-    # --- the server --------------------------------------------------------------------------
 
     def _serve(self, block: Block, arguments: Sequence[str]) -> str:
         """Start it, and wait until it serves; it is stopped before another one."""

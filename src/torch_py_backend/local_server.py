@@ -160,8 +160,6 @@ class LocalServer:
             else:
                 started.set_exception(error)
 
-    # --- requests --------------------------------------------------------------------------------
-
     @property
     def url(self) -> str:
         """The URL of the HTTP endpoint."""

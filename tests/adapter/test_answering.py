@@ -42,9 +42,6 @@ def check(requests: list[Any], responses: list[Any]) -> list[int | None]:
     return codes
 
 
-# --- memory ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("values", "cancelled"),
     [
@@ -66,9 +63,6 @@ def test_no_input_outlives_its_response(
     assert len(responses) == len(inputs)
     del requests, responses
     assert not any(alive() is not None for alive in inputs)
-
-
-# --- the log ---------------------------------------------------------------------------------
 
 
 def test_log_names_the_requests(tmp_path: Path) -> None:
@@ -114,9 +108,6 @@ def test_ids_are_not_read_without_a_failure(
     monkeypatch.setattr(fake_triton.InferenceRequest, "is_cancelled", asked)
     sent = [request(1), request(2)]
     assert check(sent, model.execute(sent)) == [None, None]
-
-
-# --- unreadable requests and responses -------------------------------------------------------
 
 
 class Unreadable(fake_triton.Tensor):
@@ -219,9 +210,6 @@ def test_internal_errors(
     assert "(requests one, two)" in logged()[0]
 
 
-# --- cancelled requests ----------------------------------------------------------------------
-
-
 def slow(x: torch.Tensor) -> torch.Tensor:
     import time
 
@@ -243,9 +231,6 @@ def test_cancelled_requests_are_not_run(first: float, tmp_path: Path) -> None:
     sent = [request(1), request(2, cancelled=True), request(3)]
     assert check(sent, model.execute(sent)) == [None, TritonError.CANCELLED, None]
     assert model._engine.counts.rows - before == 2
-
-
-# --- fatal errors ----------------------------------------------------------------------------
 
 
 def gauge() -> list[float]:

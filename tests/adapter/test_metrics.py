@@ -63,9 +63,6 @@ _KINDS = {
 }
 
 
-# --- counters --------------------------------------------------------------------------------
-
-
 class Narrow(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] > 2:
@@ -189,9 +186,6 @@ def test_memory_of_each_gpu_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert published(name, "device") == {}
 
 
-# --- publishing ------------------------------------------------------------------------------
-
-
 def test_no_further_request_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread publishes the last request's counts and a running call; all gauges end with it."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
@@ -225,9 +219,6 @@ def test_triton_that_refuses_values(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         model._on_fatal("the device is gone")
         model.finalize()
     assert any("is poisoned and refuses all requests" in text for text in logged())
-
-
-# --- at load ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("by_the_test")

@@ -103,9 +103,6 @@ def test_live_sequences_are_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyP
     until(lambda: metric.value() == 0)
 
 
-# --- models with their own states --------------------------------------------------------------
-
-
 def test_slots(tmp_path: Path) -> None:
     """Without states all slots are run: a row for each, zeros for empty ones."""
     controls = _CONTROLS + _READY + scenarios.control("END", "END", "int32_false_true: [0, 1]")

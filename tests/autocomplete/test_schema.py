@@ -31,9 +31,6 @@ def _describe(folder: Path, **document: Any) -> tuple[str, str, int]:
     return inputs, outputs, described["max_batch_size"]
 
 
-# --- exported programs -----------------------------------------------------------------------
-
-
 class _Typed(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, *, mask: Tensor) -> dict[str, Any]:
         parts = None, 3, mask, x.to(torch.bfloat16)  # None and numbers are no outputs
@@ -71,8 +68,6 @@ def test_exported_program_describes_itself_and_its_example_is_not_read(
     assert _describe(tmp_path, **document) == (inputs, outputs, rows)
 
 
-# --- inputs that config.pbtxt lists ------------------------------------------------------------
-
 _STRICT = """
 def forward(x):
     assert x.min() > 1, "x is too small"
@@ -107,8 +102,6 @@ def test_ragged_decoupled_and_sequence_models_need_all_their_tensors(
     with pytest.raises(ConfigError, match=r"which are not inferred for .*; expected data_type"):
         _describe(tmp_path, **written)
 
-
-# --- by example ------------------------------------------------------------------------------
 
 _FUNCTION = (
     _HEADER
@@ -175,9 +168,6 @@ def test_file_of_examples_comes_before_a_function(tmp_path: Path) -> None:
     assert _describe(tmp_path) == ("x FP32 [4]", "OUTPUT__0 FP32 [3]", 8)
 
 
-# --- errors ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("examples", "message"),
     [
@@ -199,8 +189,6 @@ def test_invalid_examples(tmp_path: Path, examples: str | None, message: str) ->
         _describe(tmp_path)
     assert message in str(error.value)
 
-
-# --- hooks -----------------------------------------------------------------------------------
 
 _HOOKS = (
     _HEADER

@@ -40,9 +40,6 @@ def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     assert printed.startswith(b"SKIPPED \\xfc: served by python\n")
 
 
-# --- install ---------------------------------------------------------------------------------
-
-
 def test_install(tmp_path: Path) -> None:
     folder = tmp_path / "backends"
     option = f"--backend-dir={folder}"
@@ -75,9 +72,6 @@ def test_install_checks_python(
     done = run("install", f"--backend-dir={tmp_path}")
     assert ("\nwarning: " in done.stdout) == bool(missing)
     assert not missing or f"has no {missing}; install" in done.stdout
-
-
-# --- errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

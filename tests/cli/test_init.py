@@ -304,9 +304,6 @@ def example_inputs():
         assert [entry.get("reshape") for entry in document[role]] == [None, None, {"shape": []}]
 
 
-# --- archives of TorchServe ------------------------------------------------------------------
-
-
 def _archive(path: Path | io.BytesIO, files: dict[str, bytes], **model: str) -> None:
     """Write an archive as torch-model-archiver does."""
     manifest = {"modelName": "net", "handler": "base_handler", "serializedFile": "net.pt"} | model
@@ -336,9 +333,6 @@ def test_init_of_an_archive(tmp_path: Path) -> None:
     torch.jit.script(models.Affine()).save(tmp_path / "net.pt")
     _archive(tmp_path / "script.mar", {"net.pt": (tmp_path / "net.pt").read_bytes()})
     _init(tmp_path, "script.mar", _INPUT)
-
-
-# --- refusals --------------------------------------------------------------------------------
 
 
 def _mar(**model: str) -> bytes:

@@ -92,9 +92,6 @@ def test_reshape(changes: dict[str, Any], dims: tuple[int, ...]) -> None:
         assert spec.reshaped is (changes.get("reshape") is not None)
 
 
-# --- batch_input and batch_output ----------------------------------------------------------------
-
-
 def test_each_target_of_batch_inputs_and_outputs_is_a_tensor() -> None:
     entry = {"target_name": ["n", "m"], "source_input": ["x"]}
     kind = {"kind": "BATCH_ELEMENT_COUNT", "data_type": "TYPE_INT32"}
@@ -103,8 +100,6 @@ def test_each_target_of_batch_inputs_and_outputs_is_a_tensor() -> None:
     assert [str(each) for each in config.batch_inputs] == texts
     assert config.batch_outputs == (BatchOutput("y", "x"),)
 
-
-# --- sequence_batching --------------------------------------------------------------------
 
 _FP32 = dtypes.from_triton("FP32")
 _FILE = {"data_type": "TYPE_FP32", "dims": [2, 3], "data_file": "f"}

@@ -62,9 +62,6 @@ def _service() -> dict[str, Any]:
     return dict(service)
 
 
-# --- the files as they are -------------------------------------------------------------------
-
-
 def test_arguments_are_declared() -> None:
     """An ARG before FROM is unknown after it: docker fills in nothing, silently."""
     known: set[str] = set()
@@ -97,9 +94,6 @@ def test_compose() -> None:
     assert service["volumes"] == ["../examples/model_repository:/models:ro"]
     assert json.loads(_texts("CMD")[0])[:3] == ["torch-py-backend", "serve", "/models"]
     assert [port.split(":")[-1] for port in service["ports"]] == _texts("EXPOSE")[0].split()
-
-
-# --- the image, built and run in a scratch tree ----------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,6 @@ def test_table_of_options() -> None:
     assert " |  |" not in documentation.table()  # each has a meaning
 
 
-# --- blocks ----------------------------------------------------------------------------------
-
-
 def _check_text(block: Block) -> None:
     assert block.title in ("", PRINTS)
 
@@ -75,9 +72,6 @@ def test_configs(page: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 def test_page(page: Path, tmp_path: Path) -> None:
     """The code and commands of a page run in order, in an empty folder."""
     walkthrough.follow(page, tmp_path)
-
-
-# --- the site ----------------------------------------------------------------------
 
 
 def test_site(tmp_path: Path) -> None:

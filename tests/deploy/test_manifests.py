@@ -161,9 +161,6 @@ def _assert_restricted(spec: Document) -> None:
         assert both["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
-# --- Kustomize -------------------------------------------------------------------------------
-
-
 def test_the_oldest_and_newest_kubernetes_and_the_operators_accept_every_field(
     documents: list[Document],
 ) -> None:
@@ -267,9 +264,6 @@ def test_models_volume(build: Build) -> None:
     pod = _one(documents, "Pod", "models")["spec"]
     assert base["securityContext"].items() <= pod["securityContext"].items()
     _assert_restricted(pod)
-
-
-# --- KServe and systemd ----------------------------------------------------------------------
 
 
 def test_kserve_runtime(build: Build) -> None:

@@ -84,9 +84,6 @@ def test_each_call_begins_a_step_of_cuda_graphs(
     assert len(steps) == (2 if captures else 0)
 
 
-# --- sealed: what a request meets ------------------------------------------------------------
-
-
 class Broken(nn.Module):
     """Writes to its input and a buffer before a graph break, and after it."""
 

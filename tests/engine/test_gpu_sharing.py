@@ -93,9 +93,6 @@ def test_instances_have_one_copy(model: nn.Module, start: Start, tmp_path: Path)
     assert third.ask() == str(expected.tolist())
 
 
-# --- refusals --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     """Instances in this process that share the weights of a module; the first one owns them."""

@@ -40,9 +40,6 @@ def state() -> dict[str, bool]:
     }
 
 
-# --- the whole process -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("option", [None, *state()])
 @pytest.mark.usefixtures("process")
 def test_only_the_switch_of_the_config_changes(option: str | None) -> None:
@@ -98,9 +95,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert int(faults) < pages
 
 
-# --- the device ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """GPUs are visible; what is done to them."""
@@ -138,9 +132,6 @@ def test_a_gpu_that_torch_cannot_use_fails_the_load(
     monkeypatch.setattr(module, function, mock.Mock(side_effect=RuntimeError(reason)))
     with pytest.raises(PlatformError, match=rf"GPU 1.* \(RuntimeError: {reason}\).*KIND_CPU"):
         runtime.placement(build.config(kind="GPU", device_id=1))
-
-
-# --- copies ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,9 +172,6 @@ def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> No
         columns = engine.to_device([on_host, torch.empty(2, 3, device="cuda:0")])
     assert columns[0] is on_host
     assert [column.device for column in columns if isinstance(column, Tensor)] == [CPU, CPU]
-
-
-# --- the context of a call -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])

@@ -131,8 +131,6 @@ def test_a_context_open_during_an_await() -> None:
     assert runtime.thread_state(torch.device("cpu")) == before
 
 
-# --- shared steps ------------------------------------------------------------------------------
-
 State = tuple[Tensor, int]
 
 

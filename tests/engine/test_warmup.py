@@ -179,9 +179,6 @@ def test_a_failed_warm_up_fails_the_load(
     assert ("Traceback" in caplog.text) is of_values
 
 
-# --- samples that may fail -------------------------------------------------------------------
-
-
 def test_made_up_samples_may_fail_when_serving(caplog: pytest.LogCaptureFixture) -> None:
     """A failed sample is one warning with the cause and the cure; requests are answered."""
 

@@ -199,8 +199,6 @@ def test_an_answer_is_the_same_in_a_batch_and_not_changed_by_the_next_one(
             torch.testing.assert_close(served.ask(*batch), outputs, rtol=0, atol=1e-6)
 
 
-# --- faults, each in a process of its own ------------------------------------------------------
-
 _INSTANCE = """
 import json, sys
 import fake_triton
@@ -285,9 +283,6 @@ def test_batches_that_do_not_fit_on_the_gpu(tmp_path: Path) -> None:
     ((answers, ready),) = _answers(tmp_path / "part", part, [1.0])
     assert ready
     assert "does not fit in memory" in answers[0]
-
-
-# --- weights that instances share ----------------------------------------------------------------
 
 
 class Wide(nn.Module):

@@ -110,9 +110,6 @@ def test_values_that_do_not_fit_are_refused(server: LocalServer) -> None:
         server.infer("module", [[1.0, 2.0]])
 
 
-# --- servers that do not start ---------------------------------------------------------------
-
-
 def _repository(folder: Path, *names: str) -> Path:
     for name in names:
         next(one for one in scenarios.TABLE if one.name == name).lay_out(folder)
@@ -144,8 +141,6 @@ def test_log_of_a_server_that_ends(tmp_path: Path) -> None:
     assert list((tmp_path / "temporary").iterdir()) == [log]
     assert "nonsense" in log.read_text()
 
-
-# --- what is left behind ---------------------------------------------------------------------
 
 # A process that a shell started in the background ignores Ctrl-C, and so do its children.
 _SCRIPT = """

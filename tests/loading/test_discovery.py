@@ -46,8 +46,6 @@ def store(folder: Path, files: _Files) -> Path:
     return folder / "1"
 
 
-# --- which file ------------------------------------------------------------------------------
-
 _PY: _Files = {"model.py": source}
 _TWO: _Files = {"net.py": source, "net.pt": weights, "model.pt": script}
 _INDEX = "model.safetensors.index.json"
@@ -101,9 +99,6 @@ def test_error_lists_the_existing_files_and_the_expected_names(tmp_path: Path) -
         discovery.find(build.config(tmp_path))
 
 
-# --- weights ---------------------------------------------------------------------------------
-
-
 def test_named_weights_may_be_beside_the_versions_and_links_within_the_model(
     tmp_path: Path,
 ) -> None:
@@ -122,9 +117,6 @@ def test_several_weights_need_a_name(tmp_path: Path) -> None:
         discovery.find(build.config(tmp_path))
     assert discovery.find(build.config(tmp_path, weights=_INDEX)).weights == version / _INDEX
     assert discovery.find(build.config(tmp_path, weights="none")).weights is None
-
-
-# --- a source beside a complete model --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,9 +140,6 @@ def test_model_py_without_a_module_belongs_to_the_complete_model_beside_it(
     assert artifact.source == (version / "model.py" if model == "model.pt" else None)
 
 
-# --- files of weights ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("artifact", "expected"),
     [
@@ -168,9 +157,6 @@ def test_files_of_the_weights_are_the_file_and_its_existing_shards(
         Path(name).write_text("x")
     Path(_INDEX).write_text('{"weight_map": {"x": "a", "y": "b", "z": "missing"}}')
     assert [path.name for path in artifact.weight_files()] == expected
-
-
-# --- types of files ---------------------------------------------------------------------------
 
 
 def raw(content: bytes) -> _Writer:

@@ -31,9 +31,6 @@ def method(definition: str) -> str:
     return f"class Hooks:\n    {definition}:\n        return None\n"
 
 
-# --- the class -------------------------------------------------------------------------------
-
-
 def test_hooks_are_methods_or_functions_of_a_class_that_may_take_the_folder(tmp_path: Path) -> None:
     hooks = load(
         tmp_path,
@@ -104,9 +101,6 @@ def test_hooks_that_are_refused(
     assert message in str(refusal.value)
 
 
-# --- methods ---------------------------------------------------------------------------------
-
-
 def test_arguments_may_have_any_name_but_parameters(tmp_path: Path) -> None:
     for definition in (
         "def preprocess(self, x, parameters)",
@@ -154,9 +148,6 @@ def test_first_refusal_is_logged_as_it_may_be_a_mistake(
     (refusal,) = caplog.messages
     assert refusal.startswith("preprocess() refuses an input. ")
     assert 'hooks.py", line 3' in caplog.text
-
-
-# --- beside a model.py -----------------------------------------------------------------------
 
 
 def test_hooks_in_a_model_py_are_refused_and_other_classes_are_not(tmp_path: Path) -> None:

@@ -31,9 +31,6 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / str(request.param)
 
 
-# --- weights of state_dicts -------------------------------------------------------------------
-
-
 def test_loaded_parameter_is_the_same_object_in_the_memory_of_the_file(path: Path) -> None:
     state = saved(nn.Linear(5, 3).state_dict(), path)
     before = path.read_bytes()
@@ -103,9 +100,6 @@ def test_part_of_a_tensor_is_mapped(path: Path) -> None:
     assert torch.equal(torch.cat(parts), state["qkv"])
     assert shared(*parts) == 24 * 4
     assert all(mapped_files.has_no_other_views(part) for part in parts)
-
-
-# --- archives --------------------------------------------------------------------------------
 
 
 class Net(nn.Module):

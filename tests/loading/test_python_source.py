@@ -46,9 +46,6 @@ def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
     return str(raised.value)
 
 
-# --- what is served --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("source", "options", "answer"),
     [
@@ -130,9 +127,6 @@ def test_source_that_is_refused(
         assert "/nowhere/secret" not in text
 
 
-# --- the import ------------------------------------------------------------------------------
-
-
 def test_siblings_can_be_imported_also_later_and_no_bytecode_is_written(tmp_path: Path) -> None:
     build.write(tmp_path, "sibling_number.py", "NUMBER = 3\n")
     build.write(tmp_path, "sibling_package/__init__.py", "from .inner import NUMBER\n")
@@ -149,8 +143,6 @@ def test_siblings_can_be_imported_also_later_and_no_bytecode_is_written(tmp_path
     assert function(1) == 8
     assert sys.dont_write_bytecode is before
 
-
-# --- packages --------------------------------------------------------------------------------
 
 PACKAGE = """
 import os

@@ -71,9 +71,6 @@ def store_script(folder: Path) -> None:
     torch.jit.save(torch.jit.script(module), build.write(folder, "model.pt", ""))
 
 
-# --- Python source ---------------------------------------------------------------------------
-
-
 def test_model_has_its_weights_is_in_eval_mode_and_needs_no_gradients(tmp_path: Path) -> None:
     store_module(tmp_path / "module")
     store_script(tmp_path / "script")
@@ -125,9 +122,6 @@ def test_object_that_cannot_be_called_is_refused(
         load(tmp_path, weights="none", **options)
 
 
-# --- TorchScript -----------------------------------------------------------------------------
-
-
 def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
     torch.jit.script(OnlyEncodes()).save(build.write(tmp_path, "model.pt", ""))
     for method in (None, "decode", "training"):
@@ -140,9 +134,6 @@ def save_program(path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(2, 3), (torch.rand(4, 2),)), path)
 
 
-# --- programs --------------------------------------------------------------------------------
-
-
 def test_method_is_refused_for_a_program_and_unused_options_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,8 +144,6 @@ def test_method_is_refused_for_a_program_and_unused_options_are_logged(
     assert "the parameter MODEL_CLASS has no effect" in caplog.text
     assert "MODEL_KWARGS" not in caplog.text
 
-
-# --- streams ---------------------------------------------------------------------------------
 
 _STEPS = """
 from torch import nn

@@ -26,9 +26,6 @@ def _files(source: Path) -> dict[str, str]:
     return {name: path.relative_to(source.parent).as_posix() for name, path in files.items()}
 
 
-# --- modules ---------------------------------------------------------------------------------
-
-
 _FAST = f"fast{EXTENSION_SUFFIXES[0]}"
 
 
@@ -78,9 +75,6 @@ def test_source_cannot_import_a_model_py_beside_it(tmp_path: Path) -> None:
     source = _lay_out(tmp_path, {"net.py": "import model", "model.py": ""})
     with pytest.raises(ArtifactError, match=r"net\.py imports model\.py .*Rename model"):
         source_dependencies.find(source)
-
-
-# --- weights ---------------------------------------------------------------------------------
 
 
 def test_index_is_renamed_and_shards_in_its_folder_keep_their_names(tmp_path: Path) -> None:

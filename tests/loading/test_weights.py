@@ -101,9 +101,6 @@ def filled(folder: Path, module: nn.Module, state: Any, name: str = "model.pt") 
     return load(folder, name, module)
 
 
-# --- what fits -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "saved", "name"),
     [
@@ -159,9 +156,6 @@ def test_module_computes_as_the_one_that_was_saved(
     (expected, *_), (actual, *_), (other, *_) = original(x), module(x), fresh(x)
     assert torch.equal(actual, expected)
     assert not torch.equal(other, expected)
-
-
-# --- what does not fit -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -220,9 +214,6 @@ def test_damaged_weights(name: str, contents: list[bytes] | None, tmp_path: Path
             load(tmp_path, name, Net())
 
 
-# --- sharded safetensors ---------------------------------------------------------------------
-
-
 def store_shards(folder: Path, shards: Mapping[str, State], **changes: Any) -> None:
     """Write shards with the index of Hugging Face's libraries."""
     for name, state in shards.items():
@@ -257,9 +248,6 @@ def test_missing_key_and_damaged_shard_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ArtifactError, match=r"a\.safetensors cannot be read: SafetensorErr"):
         load(tmp_path, INDEX, Net())
-
-
-# --- modules without random values -----------------------------------------------------------
 
 
 class Constructed(nn.Module):

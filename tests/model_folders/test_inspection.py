@@ -49,9 +49,6 @@ def _arguments(folder: Path, source: str, **document: Any) -> dict[str, str]:
     return build.arguments(**document) | {"model_repository": str(folder)}
 
 
-# --- measurements ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("returned", "document"),
     [
@@ -72,9 +69,6 @@ def test_figures_are_of_one_row_and_of_a_full_batch_and_the_error_relative(
     assert figures.pop("kind") == "MODULE"
     assert figures.pop("error") == pytest.approx(0.1, rel=0.2)
     assert min(figures.values()) > 0
-
-
-# --- the report --------------------------------------------------------------------------------
 
 
 def _parameters(**values: str) -> dict[str, Any]:

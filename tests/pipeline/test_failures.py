@@ -55,9 +55,6 @@ def above(rows: int) -> Callable[[Tensor], None]:
     return judge
 
 
-# --- bisection -------------------------------------------------------------------------------
-
-
 def test_binding_errors_are_not_retried() -> None:
     model = Model()
     served = engine(model, outputs=(build.spec("RESULT[3]", dims=(-1,)),))
@@ -177,9 +174,6 @@ def test_every_retry_is_announced() -> None:
     assert begun == [1, 2, 3, 4]
 
 
-# --- memory ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [ANY_ROWS, Rows(2, 32)], ids=["any rows", "at least two"])
 def test_a_batch_that_does_not_fit_is_halved_until_its_parts_fit(rows: Rows) -> None:
     model = Model(above(9))
@@ -269,9 +263,6 @@ def test_no_result_is_wrong_with_bad_values_and_varying_memory(
                 np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(item["x"]))
 
 
-# --- fatal errors ----------------------------------------------------------------------------
-
-
 class Device:
     """A device that breaks at a bad value, and raises from then on in calls and probes."""
 
@@ -341,9 +332,6 @@ def test_outputs_for_padding_may_be_infinite() -> None:
     assert check(sent, served.run(sent), OutputError) == []
 
 
-# --- buffers ---------------------------------------------------------------------------------
-
-
 def failures_of(model: nn.Module) -> Failures:
     return Failures("forward", device=torch.device("cpu"), owner=model)
 
@@ -384,9 +372,6 @@ def test_a_model_in_eval_mode_keeps_its_buffers(model: nn.Module) -> None:
     with torch.inference_mode():
         model(torch.rand(2, 4))
     assert not found.writes_buffers()
-
-
-# --- causes ----------------------------------------------------------------------------------
 
 
 def linked(link: str) -> BaseException:

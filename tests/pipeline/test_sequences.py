@@ -172,9 +172,6 @@ def test_rows_that_fill_a_bucket_do_not_become_states() -> None:
     assert served.send(step(1, 1)) == [2]
 
 
-# --- controls ----------------------------------------------------------------------------------
-
-
 def _controls(*names: str) -> list[ControlInput]:
     return [ControlInput(name, dtypes.from_triton("INT32")) for name in names]
 

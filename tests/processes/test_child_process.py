@@ -146,9 +146,6 @@ def test_errors(code: str, says: str, scratch: Path, capfd: pytest.CaptureFixtur
     assert list(scratch.iterdir()) == []
 
 
-# --- ends ------------------------------------------------------------------------------------
-
-
 def test_processes_end(tmp_path: Path) -> None:
     """After an answer, and after the time limit, although they ignore signals."""
     note = tmp_path / "pids"

@@ -110,9 +110,6 @@ def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         private_files.shared_folder()
 
 
-# --- locks -----------------------------------------------------------------------------------
-
-
 def _until_waiting(pid: int) -> None:
     """Until another process holds the lock that it wants: see proc_locks(5)."""
     while not re.search(rf"-> POSIX .* {pid} ", Path("/proc/locks").read_text()):

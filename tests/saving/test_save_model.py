@@ -245,8 +245,6 @@ def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(
     assert scope["Hooks"]().preprocess("abba") == 2
 
 
-# --- transformers ----------------------------------------------------------------------------
-
 _VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
 
 
@@ -313,8 +311,6 @@ def test_model_with_an_image_processor_takes_files(tmp_path: Path) -> None:
     expected = processor(image, return_tensors="pt")["pixel_values"]
     assert torch.equal(prepared["pixel_values"], expected[0])
 
-
-# --- bad input -------------------------------------------------------------------------------
 
 _FLOAT = (_X, {"bias": 1.0}, (_X, _X))
 _HOOKED = {"hooks": saved.Bytes, "example_inputs": {"data": [bytes(4)]}}

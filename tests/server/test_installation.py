@@ -141,9 +141,6 @@ def test_failed_installation_keeps_the_old_one(
     assert names(backends) == [NAME]
 
 
-# --- the tritonserver ---------------------------------------------------------------------------
-
-
 def test_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named, on_path, container = (
         fake_tritonserver(tmp_path / name) for name in ("named", "path", "ngc")

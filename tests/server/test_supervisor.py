@@ -82,8 +82,6 @@ class FakeServer:
             clock=lambda: self.now,
         )
 
-    # --- Triton ---
-
     def models(self, instances: Collection[str]) -> Sequence[ModelState]:
         if not self.answers:
             raise OSError("refused")
@@ -156,8 +154,6 @@ class FakeServer:
             self.states[name] = _UNLOADED
             self.pids.pop(name, None)
 
-    # --- instances ---
-
     def check(self) -> list[InstanceFailure]:
         failures, self.failures = self.failures, []
         return failures
@@ -187,8 +183,6 @@ class FakeServer:
         pid = 1 if in_load else self.pids.pop(model, 1)
         identity = Identity(pid, model, f"{model}_0", None, copied=copied)
         self.failures.append(InstanceFailure(identity, reason, in_load))
-
-    # --- for tests ---
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -234,9 +228,6 @@ def _loading() -> tuple[FakeServer, Callable[[], None]]:
     server.pending = None
     server.pids["a"] = 5
     return server, load
-
-
-# --- loads and deaths ------------------------------------------------------------------------
 
 
 def test_a_model_that_is_refused_is_not_loaded_again() -> None:
@@ -397,9 +388,6 @@ def test_a_server_that_does_not_answer_during_a_reload(during: str) -> None:
     server.expect("DOWN a, READY a 1, READY e 1", "unload a, load a, load e")
 
 
-# --- loads and unloads by users --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool) -> None:
     server = _serving("a")
@@ -484,9 +472,6 @@ def test_reloads_of_changed_files() -> None:
     server.die("a")
     server.step()
     assert not server.supervisor.reload("a")
-
-
-# --- loads that take long --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,6 @@ def test_paths_that_a_shell_changes(
         pass
 
 
-# --- arguments ---------------------------------------------------------------------------------
-
-
 def test_both_spellings_of_arguments() -> None:
     words = "--load-model=a --log-verbose 1 --exit-timeout-secs=5 --load-model b --load-models=c"
     parsed = tritonserver.parse_arguments([*words.split(), "--exit-timeout-secs", "7"])
@@ -68,9 +65,6 @@ def test_restrictions_are_as_documented() -> None:
     arguments = tritonserver.restriction_arguments(tritonserver.SENSITIVE, "SECRET")
     assert arguments == _DOCUMENTED
     assert tritonserver.restriction_arguments([], "SECRET") == []
-
-
-# --- ports -------------------------------------------------------------------------------------
 
 
 def test_each_0_becomes_another_free_port() -> None:

@@ -221,9 +221,6 @@ def test_column_has_the_type_of_its_argument_and_parts_are_tensors() -> None:
     }
 
 
-# --- TorchScript: the rule of Triton's LibTorch backend ----------------------------------------
-
-
 @pytest.mark.parametrize(
     ("module", "names", "places"),
     [
@@ -251,9 +248,6 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
     inputs = bound(signature, names)
     place = dict(zip(inputs.names, inputs.places, strict=True))
     assert ", ".join(place[name.rstrip("!")] for name in listed) == places
-
-
-# --- artifacts that contain their call tree ----------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,6 @@ def only(signature: str, before: str = "") -> Argument:
     return argument
 
 
-# --- Python ----------------------------------------------------------------------------------
-
-
 def test_arguments_are_those_of_the_signature() -> None:
     for text in ("x, y=None", "x, *, y", "x, *others, y", "*, y", "**more", "x: int = 3", ""):
         assert str(introspection.from_function(function(text))) == f"forward({text})"
@@ -132,9 +129,6 @@ def test_arguments_that_are_bound_already_are_no_inputs() -> None:
         assert (argument.type, argument.nullable) == (ArgumentType.INT, True)
 
 
-# --- TorchScript -----------------------------------------------------------------------------
-
-
 class Everything(nn.Module):
     def forward(
         self,
@@ -171,9 +165,6 @@ def test_types_and_defaults_are_read_from_a_schema() -> None:
     assert [entry.name for entry in read if entry.nullable] == ["maybe", "words", "rows", "some"]
     assert all(entry.passing is Passing.POSITIONAL_OR_KEYWORD for entry in read)
     assert str(signature).startswith("forward(Tensor x, Dict(str, Tensor) d, Tensor[] tensors, (")
-
-
-# --- generators ------------------------------------------------------------------------------
 
 
 class _Yields:

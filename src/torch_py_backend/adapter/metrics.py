@@ -105,8 +105,6 @@ def _compiles(of: Publisher) -> bool:
     return of.engine.compiles
 
 
-# --- the table ---------------------------------------------------------------------------------
-
 TABLE = (
     Family(
         "pytorch_py_requests_total",
@@ -186,9 +184,6 @@ TABLE = (
 )
 
 BY_NAME = {row.name: row for row in TABLE}
-
-
-# --- publishing --------------------------------------------------------------------------------
 
 
 class Publisher:

@@ -217,9 +217,6 @@ def is_batch(run: Callable[[Item], Sequence[TensorSpec]], item: Item) -> bool:
     return expected == [*of_doubled]
 
 
-# --- specs of tensors -------------------------------------------------------------------------
-
-
 def _schema(
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],

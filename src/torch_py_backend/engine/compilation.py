@@ -151,8 +151,6 @@ class Compiled:
         return self._compiled(*args, **kwargs)
 
 
-# --- the cache of graphs ------------------------------------------------------------------------
-
 _FOLDER = "compile_cache"
 # Inductor creates it for its first graph.
 _GRAPHS = "fxgraph"

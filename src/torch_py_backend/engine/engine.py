@@ -240,9 +240,6 @@ def _run_and_return(run_batch: Run, entries: Entries) -> Results:
     return results
 
 
-# --- stages --------------------------------------------------------------------------------------
-
-
 def _stages(
     made: Engine,
     forward: Forward,
@@ -293,9 +290,6 @@ def _stages(
     )
 
 
-# --- inputs ------------------------------------------------------------------------------------
-
-
 def _group(made: Engine, forward: Forward) -> GroupStage:
     if made.hooked is not None:
         return made.hooked.stage(forward)
@@ -327,9 +321,6 @@ def _without_hooks(module: Forward) -> Forward:
         return module
     forward: Forward = module.forward
     return forward
-
-
-# --- outputs -----------------------------------------------------------------------------------
 
 
 def _fetch(made: Engine, names: Sequence[str]) -> Callable[[Columns], Columns] | None:

@@ -93,9 +93,6 @@ class MappedFiles:
         return ""
 
 
-# --- on a GPU ----------------------------------------------------------------------------------
-
-
 def requested(config: ModelConfig) -> bool:
     """Return whether the config asks for sharing weights on a GPU."""
     return config.kind != "CPU" and bool(config.options.enable_weight_sharing)
@@ -168,8 +165,6 @@ class SharedWeights:
         if self._listener is not None:
             with contextlib.suppress(FileNotFoundError):  # the owner of an earlier load removed it
                 self._listener.close()
-
-    # --- exchange ---
 
     def _connect(self) -> None:
         """Get the tensors of the owner; without an owner, this instance becomes it."""

@@ -110,8 +110,6 @@ class Streams:
             return self._engine.failures.classify(raised).error
         return None
 
-    # --- calls of the model --------------------------------------------------------------------
-
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
         """Enter a call of the model's code, until its next response or await.
@@ -225,8 +223,6 @@ class Streams:
             except BaseException as error:  # of the event loop: the task is cancelled
                 thrown = error
 
-    # --- shared steps --------------------------------------------------------------------------
-
     async def _next_step(self, state: object, extract: _Extract) -> _Advance:
         """Return what follows a state: one step for all streams that wait by then.
 
@@ -297,9 +293,6 @@ def _pairs(returned: object, count: int) -> Sequence[tuple[object, object]]:
         f"step() returned {items} for {counted(count, 'stream')}",
         expected="a list with a pair (next state, outputs) for each stream",
     )
-
-
-# --- before READY ------------------------------------------------------------------------------
 
 
 def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:

@@ -218,9 +218,6 @@ def _row_counts(engine: Engine) -> Sequence[int | None]:
     return sorted(counts, reverse=True)
 
 
-# --- rows that depend on each other -------------------------------------------------------------
-
-
 def check_rows(
     config: ModelConfig,
     call: Callable[[Sequence[Item]], Sequence[Outcome]],

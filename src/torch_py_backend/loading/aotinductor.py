@@ -143,8 +143,6 @@ def device_of(path: Path) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-# --- the machine that a package was built for ------------------------------------------------
-
 # Inductor's names of instruction sets, and the flags of /proc/cpuinfo that they need.
 _ISA_FLAGS = {
     "AVX2": "avx2",

@@ -124,9 +124,6 @@ def defines_module(source: Path) -> bool:
     return not names <= _CONTAINERS
 
 
-# --- files -----------------------------------------------------------------------------------
-
-
 def _from_file(config: ModelConfig, path: Path) -> Artifact:
     if path.suffix == ".py":
         return _with_weights(config, ArtifactType.MODULE, path)
@@ -235,8 +232,6 @@ def shard_files(weights: Path) -> dict[str, Path]:
         return {name: path for name in names if (path := weights.parent / name).is_file()}
     return {}
 
-
-# --- types of files ---------------------------------------------------------------------------
 
 _HEAD_BYTES = 64
 # The members of zip archives: a part of the name, its end, and the type.

@@ -23,8 +23,6 @@ TEXT = "text"  # the made-up string
 _VARIABLE, _SHRUNK = 8, 6
 _NO_EXAMPLE: Mapping[str, Value] = {}
 
-# --- examples --------------------------------------------------------------------------------
-
 
 def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     """Return example inputs by name; None: there are none.
@@ -55,9 +53,6 @@ def _examples(function: Callable[[], Any]) -> Item:
             if not all(isinstance(element, str | bytes) for element in strings.flat):
                 raise TypeError(f"'{name}' is neither a tensor nor a list of strings")
     return item
-
-
-# --- synthetic requests ----------------------------------------------------------------------
 
 
 def item(

@@ -107,9 +107,6 @@ def alias(weight: Tensor, mapped: Tensor) -> None:
         weight.set_(storage, 0, mapped.shape, mapped.stride())
 
 
-# --- archives ----------------------------------------------------------------------------------
-
-
 def share(weights: Iterable[object], archive: Path) -> None:
     """Make weights views of the archive that they were read from.
 
@@ -159,9 +156,6 @@ def _fingerprint(storage: torch.UntypedStorage) -> tuple[int, bytes]:
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-# --- measurement -------------------------------------------------------------------------------
 
 
 class Mapped(NamedTuple):

@@ -36,9 +36,6 @@ _Result = TypeVar("_Result")
 _KEYWORDS = "Give its arguments as JSON in the parameter MODEL_KWARGS."
 
 
-# --- the import ------------------------------------------------------------------------------
-
-
 def import_source(path: Path) -> ModuleType:
     """Import a model's source file; it can import the files beside it.
 
@@ -112,9 +109,6 @@ def call(
         ) from error
 
 
-# --- the loaded model -------------------------------------------------------------------------
-
-
 def load(
     artifact: Artifact,
     config: ModelConfig,
@@ -162,9 +156,6 @@ def _describe(
             " forward() return all results at once.",
         )
     return Loaded(artifact, called, signature, owner, step=step)
-
-
-# --- the object that is served ----------------------------------------------------------------
 
 
 def construct(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:

@@ -78,9 +78,6 @@ LOADERS: Mapping[ArtifactType, Loader] = {
 }
 
 
-# --- OPTIMIZE --------------------------------------------------------------------------------
-
-
 def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
     """Apply the values of OPTIMIZE that change the model itself; return the callable for inputs."""
     names, kind, owner = config.options.optimize, loaded.kind, loaded.owner

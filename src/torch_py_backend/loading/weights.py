@@ -115,9 +115,6 @@ def _read(config: ModelConfig, path: Path) -> object:
     return state
 
 
-# --- modules without random values -----------------------------------------------------------
-
-
 def build_uninitialized(
     build: Callable[[], _Built], saved: Callable[[], Mapping[str, object]]
 ) -> _Built:

@@ -111,8 +111,6 @@ def for_rows(argument: Argument) -> Argument:
     return Argument(partial(_refuse_rows, refuse) if refuse is not None else None, convert=rows_of)
 
 
-# --- strings -----------------------------------------------------------------------------------
-
 # The types whose strings are passed as bytes, not decoded.
 _RAW = (ArgumentType.RAW, ArgumentType.BYTES, ArgumentType.NESTED_BYTES)
 
@@ -149,8 +147,6 @@ def _convert_strings(takes: ArgumentType, column: Strings) -> object:
     shaped.ravel()[:] = texts
     return shaped if takes is ArgumentType.TENSOR else shaped.tolist()
 
-
-# --- scalars -----------------------------------------------------------------------------------
 
 _SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
     ArgumentType.INT: int,

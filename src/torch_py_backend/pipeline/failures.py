@@ -259,9 +259,6 @@ def version(tensor: Tensor) -> tuple[int, int | bytes]:
     return tensor.data_ptr(), hashlib.blake2b(array.data).digest()
 
 
-# --- causes -------------------------------------------------------------------------------------
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Return whether device or host memory ran out.
 

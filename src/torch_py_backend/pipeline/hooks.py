@@ -75,8 +75,6 @@ class HookedPipeline:
         self.inputs = Inputs(config, taken, by_row=self.by_row)
         self._group_inputs = self.inputs.stage(lambda binding: partial(self._rows, binding))
 
-    # --- rows ----------------------------------------------------------------------------------
-
     def prepare(self, guarded: Guarded, entries: Entries) -> Entries:
         """Return the prepared rows of each request, or why it is refused."""
         entries, groups = self._group_inputs(entries)
@@ -137,8 +135,6 @@ class HookedPipeline:
             return rows[0]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-    # --- groups --------------------------------------------------------------------------------
-
     def stage(self, module: Module) -> GroupStage:
         """Return the stage that groups items, whose calls call the hooks for batches, too."""
         if self.by_row:
@@ -169,8 +165,6 @@ class HookedPipeline:
 
         return group
 
-    # --- the module ----------------------------------------------------------------------------
-
     def _call_batch(self, module: Module, binding: InputBinding, *columns: Tree) -> Tree:
         """Return the module's result for columns; the last one has the parameters of the rows."""
         *passed, column = columns
@@ -199,8 +193,6 @@ class HookedPipeline:
         inputs = self._bound(tuple(named))  # hooks may pass only what a client has sent
         return inputs.call(module, [named[name] for name in inputs.names])
 
-    # --- after the module ----------------------------------------------------------------------
-
     def split(self, result: Tree, rows: int) -> list[Value]:
         """Split a batch's result into a column of results of rows.
 
@@ -210,8 +202,6 @@ class HookedPipeline:
         result = trees.to_device(result, torch.device("cpu"))
         parts = trees.split(result, rows) if self._batched else [result]
         return [values.objects(parts)]
-
-    # --- without a config ----------------------------------------------------------------------
 
     def run_unchecked(self, module: Module, item: Item) -> tuple[Tree, bool]:
         """Return the unchecked result of a request, and whether it is the result of one row.

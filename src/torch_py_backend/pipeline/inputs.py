@@ -106,8 +106,6 @@ class Inputs:
             self._bound(optional)
             self.patterns = (frozenset(), optional)
 
-    # --- checks --------------------------------------------------------------------------------
-
     def alike(self, entries: Entries) -> TypeGuard[Items]:
         """Return whether all entries are valid items that can share a call, found in few calls.
 
@@ -175,8 +173,6 @@ class Inputs:
                 )
         return None
 
-    # --- groups --------------------------------------------------------------------------------
-
     def stage(
         self, caller: Caller, gathering: Callable[[Gather], Gather] = lambda gather: gather
     ) -> GroupStage:
@@ -241,8 +237,6 @@ class Inputs:
         )
         return bind_inputs(self._names, self._signature, left_out, sequence_inputs=kept)
 
-    # --- columns -------------------------------------------------------------------------------
-
     def _gather(self, binding: InputBinding) -> Gather:
         """Return the function that makes the columns of items, and counts the rows of each."""
         gathers = [self._shapes[name].gather for name in binding.names]
@@ -278,9 +272,6 @@ class Inputs:
 
 def _device(value: Value) -> torch.device:
     return value.device if isinstance(value, Tensor) else _HOST
-
-
-# --- columns of several values ------------------------------------------------------------------
 
 
 class Shape(NamedTuple):

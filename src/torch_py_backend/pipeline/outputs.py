@@ -185,8 +185,6 @@ class _Output:
             cure=cure,
         )
 
-    # --- numbers -------------------------------------------------------------------------------
-
     def tensor(self, part: object, rows: int) -> Tensor:
         if (  # most outputs need nothing else
             type(part) is Tensor
@@ -246,8 +244,6 @@ class _Output:
         cure = self.cure(part.shape, dtypes.config_name(part.dtype))
         return self.mismatch(f"{_short(part.dtype)} {list(part.shape)}", _short(self.dtype), cure)
 
-    # --- strings -------------------------------------------------------------------------------
-
     def strings(self, part: object, rows: int) -> Strings:
         strings = _strings(self.name, part)
         try:  # strings that cannot be encoded would fail the responses of the whole batch
@@ -268,9 +264,6 @@ class _Output:
         if self.batched and strings.shape[0] != rows:
             raise self.wrong_rows(strings.shape[0], rows)
         return strings
-
-
-# --- parts that are no plain tensors ------------------------------------------------------------
 
 
 def _short(dtype: torch.dtype | None) -> str:

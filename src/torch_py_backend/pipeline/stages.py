@@ -39,9 +39,6 @@ def filled(limits: Rows, extract: Extract, copy: Callable[[Value], Value], count
     return fill
 
 
-# --- after the call ----------------------------------------------------------------------------
-
-
 def scatter_by_name(
     names: Sequence[str], ragged: Ragged | None, padding: Padding | None
 ) -> Scatter:
@@ -55,9 +52,6 @@ def scatter_by_name(
         return results
 
     return scatter
-
-
-# --- hooks for each request --------------------------------------------------------------------
 
 
 def guarded(failures: Failures, item: Item, function: Call, *args: object) -> Result:

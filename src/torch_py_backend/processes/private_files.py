@@ -79,9 +79,6 @@ def shared_folder() -> Path:
     return folder
 
 
-# --- between the instances of a server ---------------------------------------------------------
-
-
 def server_path(model: str, purpose: str) -> Path:
     """Return the path of a file that the instances of a model on one server share.
 

@@ -130,9 +130,6 @@ def _unsupported(name: str, value: object, expected: str) -> SaveError:
     )
 
 
-# --- arguments -------------------------------------------------------------------------------
-
-
 def _by_name(module: nn.Module, example: object) -> dict[str, Any]:
     """Return the arguments in an example by name."""
     if isinstance(example, Mapping) and example:

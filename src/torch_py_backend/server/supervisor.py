@@ -196,8 +196,6 @@ class Supervisor:
     def _is_ready(self, name: str) -> bool:
         return name in self._states and self._states[name].ready
 
-    # --- changes of the phase ----------------------------------------------------------------
-
     def _enter(self, model: ModelRecord, phase: Phase, reason: str = "") -> None:
         if not {model.phase, phase} <= {Phase.LOADING, Phase.DOWN}:
             model.since = self.clock()
@@ -254,8 +252,6 @@ class Supervisor:
         """Report that a model stays down; FAILED: another load would fail in the same way."""
         self._enter(model, Phase.GIVEN_UP, reason)
         self._report(kind, model.name, f"{reason}{consequence}")
-
-    # --- loads and unloads -------------------------------------------------------------------
 
     def _begin_load(self, model: ModelRecord) -> None:
         self._enter(model, Phase.LOADING, model.reason)
@@ -316,8 +312,6 @@ class Supervisor:
         ):
             self.monitor.kill_idle(model.name)  # the load then fails in Triton
             model.death = model.death or _NOT_ACCEPTED
-
-    # --- observations ------------------------------------------------------------------------
 
     def _observe(self, name: str) -> None:
         """Notice that a model was loaded or unloaded through Triton's API, or with its parts."""

@@ -213,9 +213,6 @@ def create_log() -> Path:
         return Path(file.name)
 
 
-# --- arguments -----------------------------------------------------------------------------------
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Return `load_model` and `exit_timeout_secs`, which `serve` uses, and the `others`.
 
@@ -250,9 +247,6 @@ def restriction_arguments(names: Sequence[str], key: str) -> list[str]:
             raise ToolError(f"'{name}' is not one of Triton's endpoints: {', '.join(_APIS)}.")
     value = f"{','.join(names)}:{KEY_HEADER}={key}"
     return [f"--{option}={value}" for option in _RESTRICTIONS] if names else []
-
-
-# --- addresses -----------------------------------------------------------------------------------
 
 
 def client_address(address: str, port: int) -> str:

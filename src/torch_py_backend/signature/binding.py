@@ -157,9 +157,6 @@ def _places(
     return {name: place for name, place in places.items() if place is not None}
 
 
-# --- from places to a call --------------------------------------------------------------------
-
-
 def _bind_places(
     places: Mapping[str, Place], signature: Signature, left_out: Collection[str]
 ) -> InputBinding:

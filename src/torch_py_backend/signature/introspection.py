@@ -37,9 +37,6 @@ _TYPES: Mapping[object, ArgumentType] = {
 }
 
 
-# --- Python ----------------------------------------------------------------------------------
-
-
 def from_function(function: Callable[..., object]) -> Signature:
     """Return the signature of a Python callable; TypeError or ValueError if Python knows none."""
     unwrapped = inspect.unwrap(function)
@@ -129,8 +126,6 @@ def _argument_type(annotation: object) -> ArgumentType:
     return ArgumentType.LIST
 
 
-# --- TorchScript -----------------------------------------------------------------------------
-
 # The names in TorchScript's annotations.
 _SCRIPT_SCOPE: dict[str, object] = {
     **vars(typing),
@@ -155,9 +150,6 @@ def from_schema(schema: torch._C.FunctionSchema) -> Signature:
         )
         arguments.append(argument)
     return Signature(tuple(arguments), torchscript=True)
-
-
-# --- artifacts with their own call tree --------------------------------------------------------
 
 
 def from_tree(

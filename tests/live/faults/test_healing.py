@@ -157,9 +157,6 @@ def _kill(processes: list[psutil.Process]) -> None:
         one.kill()
 
 
-# --- faults -------------------------------------------------------------------------------------
-
-
 def _ask(value: float, says: str | None = None) -> Callable[[Supervised, str], None]:
     """A request with this value, which is refused."""
 
