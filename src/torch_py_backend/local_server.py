@@ -140,7 +140,12 @@ class LocalServer:
         self._thread = None
         atexit.unregister(self.stop)
 
-    def _run(self, serving: Serving, log: Path, started: futures.Future[None]) -> None:
+    def _run(
+        self,
+        serving: Serving,
+        log: Path,
+        started: futures.Future[None],
+    ) -> None:
         """Run the server until `stop`; set the result when all loads have ended."""
         try:
             # What instances write into their temporary folder is removed with them.

@@ -158,7 +158,11 @@ _SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
 }
 
 
-def _refuse_scalar(expected: str, refuse: _Refuse | None, value: Value) -> Refusal | None:
+def _refuse_scalar(
+    expected: str,
+    refuse: _Refuse | None,
+    value: Value,
+) -> Refusal | None:
     if refuse is not None and (refusal := refuse(value)) is not None:
         return refusal
     distinct = set(map(repr, _flat(value)))  # repr, because NaN does not equal itself

@@ -93,7 +93,12 @@ class HookedPipeline:
         """Return the arguments of each row. Without a batch dimension a request is one row."""
         return binding, zip(*columns, strict=True) if self._batched else iter([columns])
 
-    def _prepare(self, item: Item, binding: InputBinding, rows: list[Sequence[Tree]]) -> Item:
+    def _prepare(
+        self,
+        item: Item,
+        binding: InputBinding,
+        rows: list[Sequence[Tree]],
+    ) -> Item:
         """Return the prepared rows of a request.
 
         Raises:
@@ -165,7 +170,12 @@ class HookedPipeline:
 
         return group
 
-    def _call_batch(self, module: Module, binding: InputBinding, *columns: Tree) -> Tree:
+    def _call_batch(
+        self,
+        module: Module,
+        binding: InputBinding,
+        *columns: Tree,
+    ) -> Tree:
         """Return the module's result for columns; the last one has the parameters of the rows."""
         *passed, column = columns
         parameters: RowParameters = column.tolist()

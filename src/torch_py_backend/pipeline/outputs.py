@@ -116,7 +116,12 @@ class Finite:
         return result
 
 
-def verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool = False) -> Verify:
+def verifier(
+    config: ModelConfig,
+    spec: TensorSpec,
+    *,
+    any_shape: bool = False,
+) -> Verify:
     """Return what verifies an output.
 
     With `any_shape`, shapes that differ from the config's are served, as LibTorch's backend does.
@@ -128,7 +133,13 @@ def verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool = False) 
 class _Output:
     """One output, as the config describes it."""
 
-    def __init__(self, config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: TensorSpec,
+        *,
+        any_shape: bool,
+    ) -> None:
         self.name = spec.name
         # A batch output is verified in one dimension, and split later.
         self.flat = any(output.name == spec.name for output in config.batch_outputs)

@@ -180,7 +180,11 @@ class Padding:
         if spec.optional:
             self.masks[mask] = name
 
-    def _parse_cuts(self, config: ModelConfig, settings: Mapping[str, Any]) -> Iterator[_Cut]:
+    def _parse_cuts(
+        self,
+        config: ModelConfig,
+        settings: Mapping[str, Any],
+    ) -> Iterator[_Cut]:
         outputs = {spec.name: spec for spec in config.outputs}
         free = [spec.name for spec in config.outputs if -1 in spec.dims]
         if free and settings and not any("outputs" in setting for setting in settings.values()):

@@ -150,7 +150,11 @@ class Slots:
         admit: returns an item as it is passed on, or the reason to refuse it.
     """
 
-    def __init__(self, config: ModelConfig, admit: Callable[[Item], Item | InputError]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        admit: Callable[[Item], Item | InputError],
+    ) -> None:
         self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
         controls = config.sequencing.controls if config.sequencing is not None else ()
         idle = [control for control in controls if control.idle is not None]

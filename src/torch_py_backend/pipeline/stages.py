@@ -16,7 +16,12 @@ from torch_py_backend.values import Call, Columns, Item, Items, Rows, Value, tra
 T = TypeVar("T")
 
 
-def filled(limits: Rows, extract: Extract, copy: Callable[[Value], Value], counts: Counts) -> Fill:
+def filled(
+    limits: Rows,
+    extract: Extract,
+    copy: Callable[[Value], Value],
+    counts: Counts,
+) -> Fill:
     """Return `fill` for a model that takes certain numbers of rows.
 
     Rows that fill a call are counted here, the others by the pipeline.

@@ -14,7 +14,11 @@ from torch_py_backend.errors import OutputError, a_type, counted
 from torch_py_backend.values import Call, Tree
 
 
-def to_device(tree: Tree, device: torch.device, dtype: torch.dtype | None = None) -> Tree:
+def to_device(
+    tree: Tree,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tree:
     """Move the tensors of a tree to a device, and convert floating-point ones to a type, if any.
 
     Return the same tree if nothing changes.

@@ -156,7 +156,13 @@ class TritonClient:
         request = service_pb2.RepositoryModelUnloadRequest()
         return self._begin(self._service.RepositoryModelUnload, request, model, _UNLOAD_S)
 
-    def _begin(self, method: Any, request: Any, model: str, seconds: float) -> grpc.Future:
+    def _begin(
+        self,
+        method: Any,
+        request: Any,
+        model: str,
+        seconds: float,
+    ) -> grpc.Future:
         # The name of a folder need not be UTF-8.
         request.model_name = model.encode(errors="replace").decode()
         return method.future(request, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
