@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,18 +65,6 @@ def test_an_item_without_rows_is_refused(shape: tuple[int, ...], dims: tuple[int
     assert isinstance(refused, InputError)
     assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
     assert not inputs.alike([{"x": torch.ones(2, 4)}, item])
-
-
-def test_any_set_of_optional_inputs_is_bound() -> None:
-    def forward(**inputs: Any) -> Any:
-        return inputs
-
-    names = [*"abcdefg"]
-    inputs = inputs_of(forward, X, *(optional(build.spec(name)) for name in names))
-    value = torch.ones(1, 4)
-    for sent in itertools.product((True, False), repeat=len(names)):
-        item: Item = {"x": value, **dict.fromkeys(itertools.compress(names, sent), value)}
-        assert received(inputs, forward, item) == [item]
 
 
 def test_any_input_separates_items() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import build
-import fake_gpu
 import models
 import numpy as np
 import pytest
@@ -17,14 +16,11 @@ from hypothesis import strategies as st
 from stateful import IDLE_S, Served, config, engine, make_state, step
 from torch import Tensor
 
-from torch_py_backend import values
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.config.sequence_config import ControlInput
-from torch_py_backend.engine import engine as engine_module
 from torch_py_backend.engine import warmup
 from torch_py_backend.errors import ForwardError, InputError, OutputError
-from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline.sequences import GRACE_S
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.values import Item, RequestItem, Step
@@ -121,28 +117,6 @@ def test_a_state_that_is_not_finite_is_not_kept() -> None:
     assert served.send(step(1, 1), step(2, 5)) == [3, 15]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_client_on_the_host_gets_a_copy_of_a_state_on_the_gpu(
-    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served = Served(config(make_state(("total", "y"))), models.Accumulate())
-    fake_gpu.install(monkeypatch)
-
-    def run(entries: Any) -> Any:
-        attached: Any = served.states.attach(entries)
-        results = [{"y": fake_gpu.put(entry["total"] + 1)} for entry in attached]
-        return served.states.keep(results, attached)
-
-    for flags, expected in (("s", 1), ("", 2)):
-        steps = [step(name, 0, flags) for name in (1, 2)]
-        if on_gpu:
-            put = fake_gpu.put(torch.ones(1, 4))
-            steps = [values.like(sent, {"x": put}) for sent in steps]
-        outcomes: Any = engine_module._run_and_return(run, steps)
-        assert [float(outcome["y"][0, 0]) for outcome in outcomes] == [expected] * 2
-        assert [outcome["y"].is_cuda for outcome in outcomes] == [on_gpu] * 2
-
-
 @pytest.mark.parametrize("dtype", ["BOOL", "UINT16", "UINT32", "UINT64", "BF16", "FP64"])
 def test_states_of_any_type(dtype: str) -> None:
     def forward(x: Tensor, total: Tensor) -> dict[str, Tensor]:
@@ -207,18 +181,6 @@ def test_controls_are_taken_by_name_or_number(
     bound = binding.with_controls(settings, introspection.from_function(function))
     specs = [spec for spec in bound.inputs if spec.origin is Origin.CONTROL]
     assert [(spec.name, spec.dims) for spec in specs] == [(name, (1,)) for name in taken]
-
-
-def test_samples_have_initial_states_and_controls_of_a_single_step() -> None:
-    settings = config(make_state(dims=(-1, 2), initial=(0, 2)), controls=_controls(*_ALL))
-    bound = binding.with_controls(settings, introspection.from_function(_takes_one))
-    sample = example_inputs.item(bound, 3)
-    assert {name: tuple(value.shape) for name, value in sample.items()} == {
-        "x": (3, 4),
-        "total": (3, 0, 2),
-        "READY": (3, 1),
-    }
-    assert torch.as_tensor(sample["READY"]).tolist() == [[1]] * 3
 
 
 def test_idle_sequences_are_freed_after_a_request_may_have_been_queued() -> None:

@@ -43,8 +43,7 @@ def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
 
 def powers_of_two(most: int) -> tuple[int, ...]:
     """Return 1, 2, 4, ... and the number itself, so that less than half of a call is padding."""
-    below = (most - 1).bit_length()
-    powers = [1 << power for power in range(below)]
+    powers = [1 << power for power in range((most - 1).bit_length())]
     return (*powers, most)
 
 
@@ -70,10 +69,7 @@ def fit(columns: Columns, rows: Rows) -> Iterator[tuple[Columns, int]]:
         piece = [column[start : start + present] for column in columns]
         missing = rows.filled(present) - present
         if missing and present:
-            filling = [[column[-1:]] * missing for column in piece]
-            piece = [
-                concatenate([column, *last]) for column, last in zip(piece, filling, strict=True)
-            ]
+            piece = [concatenate([column, *[column[-1:]] * missing]) for column in piece]
         yield piece, present
 
 
