@@ -24,6 +24,7 @@ from torch_py_backend.values import ANY_ROWS, Rows, Value
             5, Rows(4, 4), [([0, 1, 2, 3], 4), ([4, 4, 4, 4], 1)], id="the last filled up"
         ),
         pytest.param(1, Rows(2, None), [([0, 0], 1)], id="at least two"),
+        pytest.param(7, Rows(2, 4, (2, 4)), [([0, 1, 2, 3], 4), ([4, 5, 6, 6], 3)], id="buckets"),
         pytest.param(5, Rows(2, 4, (2, 4)), [([0, 1, 2, 3], 4), ([4, 4], 1)], id="two buckets"),
         pytest.param(0, Rows(4, 4), [([], 0)], id="no rows"),
     ],

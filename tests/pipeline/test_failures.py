@@ -423,3 +423,20 @@ def test_a_cycle_of_causes_ends() -> None:
     one, other = RuntimeError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert not failures.out_of_memory(one)
+
+
+def test_the_frames_of_an_error_and_of_its_cause_are_cleared() -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    def fail() -> None:
+        activation = torch.ones(1)
+        held.append(weakref.ref(activation))
+        raise MemoryError
+
+    try:
+        fail()
+    except MemoryError as cause:
+        error = ValueError("later")
+        error.__cause__ = cause
+    failures.release(error)
+    assert held[0]() is None
