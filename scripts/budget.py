@@ -31,9 +31,9 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "src": Limit("lines of src", 16_030),
-    "tests": Limit("lines of tests", 28_075),
-    "words": Limit("words of docs, CONTRIBUTING and README", 22_200),
+    "src": Limit("lines of src", 15_490),
+    "tests": Limit("lines of tests", 23_550),
+    "words": Limit("words of docs, CONTRIBUTING and README", 18_000),
     "longest": Limit("longest file of src, lines", 400),
     "tokens": Limit("tokens per line of code in src", 8.5),
     "prose": Limit("docstrings and comments, % of lines of src", 14, at_least=True),

@@ -315,9 +315,9 @@ def test_what_was_answered_before_the_device_broke_stays_answered(
         device.judge(x)
 
     model = Model(judge)
-    sent = items([1.0, 2.0, BAD, 4.0])
-    assert check(sent, engine(model).run(sent), UnavailableError) == [2, 3]
-    assert model.calls == [4, 2, 2]
+    sent = items([1.0, 2.0, BAD, 4.0, 5.0, 6.0, 7.0, 8.0])
+    assert check(sent, engine(model).run(sent), UnavailableError) == [2, 3, 4, 5, 6, 7]
+    assert model.calls == [8, 4, 4, 2, 2]
 
 
 def test_outputs_for_padding_may_be_infinite() -> None:
