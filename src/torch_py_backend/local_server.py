@@ -43,8 +43,10 @@ class LocalServer:
     The block begins when every model is READY. The server ends with the block, and with this
     process if it is killed. Models that die meanwhile are reloaded.
 
-    Args: as the options of `torch-py-backend serve`, where a port 0 takes a free one, and
+    Args:
         repository: the model repository: a folder, or the URL of one in an object store.
+        http_port, grpc_port, metrics_port: 0 takes a free one.
+        reload, allow_empty, cache, tritonserver: as the options of `torch-py-backend serve`.
         arguments: more arguments for tritonserver itself.
         timeout: seconds until every model is READY.
 
