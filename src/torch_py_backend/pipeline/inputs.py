@@ -242,7 +242,6 @@ class Inputs:
         gathers = [self._shapes[name].gather for name in binding.names]
         sources = [itemgetter(self._sources[name]) for name in binding.names]
         gathered = list(zip(sources, gathers, strict=True))
-        gathered = list(zip(sources, gathers, strict=True))
         sent = [name for name in binding.names if name in self._specs]
         first = itemgetter(sent[0]) if self._batched and sent else None
 
