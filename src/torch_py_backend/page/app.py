@@ -88,21 +88,21 @@ class Page:
         # The connections of this page, in the order of their arrival.
         opened: collections.deque[_Connection] = collections.deque()
         connect: Any = functools.partial(_Connection, opened)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                Starlette(routes=routes),
-                http=connect,
-                loop="asyncio",
-                ws="none",
-                lifespan="off",
-                log_config=None,  # that of this process stays as it is
-                access_log=False,
-                server_header=False,
-                headers=[("Connection", "close")],
-                backlog=_BACKLOG,
-                h11_max_incomplete_event_size=_MAX_REQUEST_BYTES,
-            )
+        config = uvicorn.Config(
+            Starlette(routes=routes),
+            http=connect,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,  # that of this process stays as it is
+            access_log=False,
+            server_header=False,
+            headers=[("Connection", "close")],
+            backlog=_BACKLOG,
+            h11_max_incomplete_event_size=_MAX_REQUEST_BYTES,
         )
+        config.load()  # its imports belong to this thread: others may import meanwhile
+        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([listener],), name="page", daemon=True
         )
