@@ -293,5 +293,5 @@ def is_cuda_package(path: Path) -> bool:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each weight in Hugging Face's index; Exception if it is none."""
+    """Return the file of each weight in Hugging Face's index; raise if it is not an index."""
     return dict(json.loads(index.read_bytes())["weight_map"])

@@ -248,15 +248,16 @@ def version(tensor: Tensor) -> tuple[int, int | bytes]:
 
     Inference tensors (buffers that `forward()` creates in inference mode) have no version.
     """
-    counted = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  has no public name
-    if tensor.layout is not torch.strided:  # it has no address
-        return id(tensor), counted
+    is_strided = tensor.layout is torch.strided  # a sparse tensor has no address
+    address = tensor.data_ptr() if is_strided else id(tensor)
     if not tensor.is_inference():
-        return tensor.data_ptr(), counted
+        return address, tensor._version  # noqa: SLF001  has no public name
+    if not is_strided:
+        return address, 0
     # contiguous() keeps a stride of 0 of a tensor with one value.
     values = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     array = values.view(torch.uint8).cpu().numpy()
-    return tensor.data_ptr(), hashlib.blake2b(array.data).digest()
+    return address, hashlib.blake2b(array.data).digest()
 
 
 def out_of_memory(error: BaseException) -> bool:
