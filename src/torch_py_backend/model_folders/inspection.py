@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from logging.handlers import BufferingHandler
@@ -87,8 +88,9 @@ def inspect(
         "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
         "compiled": _compiled(engine, seconds),
-        "request": _request(engine, document),
         "warnings": [record.getMessage() for record in warnings.buffer],
+        # After the warnings: it looks at the example again.
+        "request": [] if new is None else _request(engine, document),
         "config": document,
     }
 
@@ -135,9 +137,11 @@ def _class_of_weights(arguments: Mapping[str, str]) -> str:
     if options.model_class or options.model_factory:
         return ""
     classes = python_source.module_classes(python_source.import_source(artifact.path))
+    if len(classes) < 2:  # noqa: PLR2004
+        return ""
     keys = weights.read(config, artifact.weights).keys()
     fitting = []
-    for name, module_class in classes.items() if len(classes) > 1 else ():
+    for name, module_class in classes.items():
         with contextlib.suppress(Exception):  # it takes arguments, or is not to be built alone
             if module_class(**(options.model_kwargs or {})).state_dict().keys() == keys:
                 fitting.append(name)
@@ -166,15 +170,16 @@ def _request(engine: Engine, document: Document) -> list[JsonObject]:
         if "reshape" in entry:
             rows = shape[:1] if document["max_batch_size"] else []
             shape = [*rows, *entry["dims"]]
-        try:
-            data = [_plain(element) for element in value.reshape(-1).tolist()]
-        except UnicodeDecodeError:
-            return []
         if data_type in ("FP16", "BF16"):
             return []
         datatype = "BYTES" if data_type == "STRING" else data_type
         sent = {"name": entry["name"], "datatype": datatype, "shape": shape}
-        inputs.append(sent | {"data": data} if len(data) <= _MOST_VALUES else sent)
+        if math.prod(shape) <= _MOST_VALUES:
+            try:
+                sent["data"] = [_plain(element) for element in value.reshape(-1).tolist()]
+            except UnicodeDecodeError:
+                return []
+        inputs.append(sent)
     return inputs
 
 
