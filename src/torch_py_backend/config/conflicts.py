@@ -11,76 +11,71 @@ from torch_py_backend.errors import ConfigError
 if TYPE_CHECKING:
     from torch_py_backend.config.model_config import ModelConfig
 
-_OF_BATCHES = ("PAD is set", "BATCH_BUCKETS is set")
-_STATIC = "TORCH_COMPILE_OPTIONAL_PARAMETERS has dynamic: false"
-_STREAMS = "the model is decoupled"
-# Settings each of which excludes each of the second ones, and what to do.
-_EXCLUSIONS = (
-    (
-        ("sequence_batching is set",),
-        (_STREAMS,),
-        "A stream keeps its own state between responses: remove one from config.pbtxt.",
-    ),
-    (("MODEL_CLASS is set",), ("MODEL_FACTORY is set",), "Both name what is served; keep one."),
-    (
-        ("PAD is set",),
-        ("a state of sequence_batching has dims of -1",),
-        "Padding in a state cannot be recognized: give it fixed dims, or remove PAD.",
-    ),
-    (
-        _OF_BATCHES,
-        ("max_batch_size is 0",),
-        "It applies to batches: set max_batch_size, or remove it.",
-    ),
-    (
-        (
-            *_OF_BATCHES,
-            "TORCH_COMPILE_OPTIONAL_PARAMETERS is set",
-            "OPTIMIZE asks for freeze",
-            "ENABLE_WEIGHT_SHARING shares the weights on the GPU",
-        ),
-        (_STREAMS,),
-        "Each request is a stream, with the model's code between its responses: remove it.",
-    ),
-    (
-        (*_OF_BATCHES, _STATIC, _STREAMS),
-        ("config.pbtxt has batch_input", "config.pbtxt has batch_output"),
-        "Remove one of the two: sizes differ from batch to batch.",
-    ),
-)
 
+def check(config: ModelConfig) -> None:
+    """Raise ConfigError for the first pair of settings that a config has, of those that conflict.
 
-def _settings(config: ModelConfig) -> dict[str, bool]:
-    """Return whether a config has each setting of the pairs."""
+    A setting is one key of a dict, with whether the config has it.
+    """
     options = config.options
-    return {
-        "PAD is set": bool(options.pad),
-        "BATCH_BUCKETS is set": bool(options.batch_buckets),
-        "MODEL_CLASS is set": options.model_class is not None,
-        "MODEL_FACTORY is set": options.model_factory is not None,
-        "OPTIMIZE asks for freeze": "freeze" in options.optimize,
-        "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": options.compilation is not None,
-        _STATIC: options.static_shapes,
-        "ENABLE_WEIGHT_SHARING shares the weights on the GPU": bool(options.enable_weight_sharing)
-        and config.kind != "CPU",
-        "max_batch_size is 0": config.max_batch_size == 0,
-        _STREAMS: config.decoupled,
-        "sequence_batching is set": config.sequencing is not None,
+    no_batches = {"max_batch_size is 0": config.max_batch_size == 0}
+    streams = {"the model is decoupled": config.decoupled}
+    sequences = {"sequence_batching is set": config.sequencing is not None}
+    free_states = {
         "a state of sequence_batching has dims of -1": any(
             -1 in state.dims for state in config.states
-        ),
+        )
+    }
+    pad = {"PAD is set": bool(options.pad)}
+    of_batches = pad | {"BATCH_BUCKETS is set": bool(options.batch_buckets)}
+    static = {"TORCH_COMPILE_OPTIONAL_PARAMETERS has dynamic: false": options.static_shapes}
+    of_calls = {
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": options.compilation is not None,
+        "OPTIMIZE asks for freeze": "freeze" in options.optimize,
+        "ENABLE_WEIGHT_SHARING shares the weights on the GPU": bool(options.enable_weight_sharing)
+        and config.kind != "CPU",
+    }
+    concatenated = {
         "config.pbtxt has batch_input": bool(config.batch_inputs),
         "config.pbtxt has batch_output": bool(config.batch_outputs),
     }
-
-
-def check(config: ModelConfig) -> None:
-    """Raise ConfigError for the first pair of settings that a config has."""
-    settings = _settings(config)
-    for first, second, cure in _EXCLUSIONS:
-        for pair in product(first, second):
-            if all(map(settings.get, pair)):
-                raise ConfigError(", and ".join(pair), cure=cure)
+    # Settings each of which excludes each of the second ones, and what to do.
+    exclusions = (
+        (
+            sequences,
+            streams,
+            "A stream keeps its own state between responses: remove one from config.pbtxt.",
+        ),
+        (
+            {"MODEL_CLASS is set": options.model_class is not None},
+            {"MODEL_FACTORY is set": options.model_factory is not None},
+            "Both name what is served; keep one.",
+        ),
+        (
+            pad,
+            free_states,
+            "Padding in a state cannot be recognized: give it fixed dims, or remove PAD.",
+        ),
+        (
+            of_batches,
+            no_batches,
+            "It applies to batches: set max_batch_size, or remove it.",
+        ),
+        (
+            of_batches | of_calls,
+            streams,
+            "Each request is a stream, with the model's code between its responses: remove it.",
+        ),
+        (
+            of_batches | static | streams,
+            concatenated,
+            "Remove one of the two: sizes differ from batch to batch.",
+        ),
+    )
+    for first, second, cure in exclusions:
+        for (one, has_one), (other, has_other) in product(first.items(), second.items()):
+            if has_one and has_other:
+                raise ConfigError(f"{one}, and {other}", cure=cure)
 
 
 def check_for_triton(document: Document) -> None:

@@ -50,19 +50,15 @@ def _words(accepted: str, values: Mapping[str, object]) -> Parser:
     return Parser(accepted, lambda text: values[text.strip().lower()])
 
 
-def _is_a(*types: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, types)
-
-
-_BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
-boolean = _words("true, on, 1, false, off or 0", _BOOLEANS)
+boolean = _words(
+    "true, on, 1, false, off or 0",
+    {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False},
+)
 matmul_precision = _words(
     "highest, high or medium", {word: word for word in ("highest", "high", "medium")}
 )
-_FLOATING = ("FP16", "BF16", "FP32", "FP64")
 floating = _words(
-    "FP16, BF16, FP32 or FP64",
-    {f"{prefix}{name.lower()}": name for name in _FLOATING for prefix in ("", "type_")},
+    "FP16, BF16, FP32 or FP64", {name.lower(): name for name in ("FP16", "BF16", "FP32", "FP64")}
 )
 # Triton itself reads this parameter in ModelState() and accepts only these two strings:
 # https://github.com/triton-inference-server/python_backend/blob/main/src/python_be.cc
@@ -74,7 +70,7 @@ count = Parser(
     "an integer; 0 or less leaves it unset", lambda text: int(text) if int(text) > 0 else None
 )
 name = _checked("a name", str.strip, bool)
-json_object = _checked("a JSON object", json.loads, _is_a(dict))
+json_object = _checked("a JSON object", json.loads, lambda value: isinstance(value, dict))
 _COMPILE_TYPES = {
     "fullgraph": bool,
     "dynamic": bool | None,
@@ -89,12 +85,12 @@ compile_parameters = _checked(
     json_object.parse,
     lambda values: all(isinstance(values[key], _COMPILE_TYPES[key]) for key in values),
 )
-_PAD_VALUES: Mapping[str, Callable[[Any], bool]] = {
-    "value": _is_a(bool, int, float),
+_PAD_VALUES: Mapping[str, Callable[[Any], object]] = {
+    "value": lambda value: isinstance(value, int | float),
     "side": lambda side: side in ("left", "right"),
     "multiple_of": lambda number: isinstance(number, int) and number >= 1,
-    "mask": _is_a(str),
-    "outputs": lambda names: isinstance(names, list) and all(map(_is_a(str), names)),
+    "mask": lambda name: isinstance(name, str),
+    "outputs": lambda names: isinstance(names, list) and all(isinstance(n, str) for n in names),
 }
 padding = _checked(
     "a JSON object of inputs, each with some of value (a number), side (left or right),"
@@ -105,16 +101,9 @@ padding = _checked(
         for entry in inputs.values()
     ),
 )
-
-
-def _parse_optimizations(text: str) -> tuple[str, ...]:
-    names = tuple(sorted({part.strip().lower() for part in text.split(",")}))
-    return () if names == ("none",) else names
-
-
 optimizations = _checked(
     f"none, or some of {', '.join(OPTIMIZATIONS)}, not both of the last two",
-    _parse_optimizations,
+    lambda text: tuple(sorted({part.strip().lower() for part in text.split(",")} - {"none"})),
     lambda names: set(names) <= set(OPTIMIZATIONS) and not {"bf16", "fp16"} <= set(names),
 )
 
@@ -213,24 +202,32 @@ _ROWS = {key: row for row in TABLE for key in (row.key, *row.aliases)}
 
 
 def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
-    """Parse Triton's `parameters`; log a warning for each unknown key."""
+    """Parse Triton's `parameters`; log a warning for each unknown key.
+
+    Raises:
+        ConfigError: a value is not accepted, two contradict each other, or an option was removed.
+    """
     values: dict[str, Any] = {}
-    keys: dict[str, str] = {}
     for key, entry in parameters.items():
-        row = _ROWS.get(key)
+        row, text = _ROWS.get(key), entry["string_value"]
         if row is None:
             _ignore(key)
             continue
-        value = _parse_value(key, row.parser, entry["string_value"])
-        if value is None:
-            continue
-        if values.setdefault(row.key, value) != value:
+        try:
+            value = row.parser.parse(text)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            is_json = isinstance(error, json.JSONDecodeError)
             raise ConfigError(
-                f"the parameters {keys[row.key]} and {key} contradict each other",
+                f"the parameter {key} is '{text}'",
+                expected=row.parser.accepted + (f" (JSON says: {error})" if is_json else ""),
+                cure=removed_names.advice_for_value(key, text) or "Correct it in config.pbtxt.",
+            ) from None
+        if value is not None and values.setdefault(row.key.lower(), value) != value:
+            raise ConfigError(
+                f"the parameters {' and '.join((row.key, *row.aliases))} contradict each other",
                 cure="They mean the same; keep one.",
             )
-        keys[row.key] = key
-    return Options(**{key.lower(): value for key, value in values.items()})
+    return Options(**values)
 
 
 def _ignore(key: str) -> None:
@@ -242,15 +239,3 @@ def _ignore(key: str) -> None:
         similar = difflib.get_close_matches(key.upper(), _ROWS, n=1)
         problem = "is unknown and ignored." + (f" Did you mean {similar[0]}?" if similar else "")
     log.warning("the parameter %s %s", key, problem)
-
-
-def _parse_value(key: str, parser: Parser, text: str) -> object:
-    try:
-        return parser.parse(text)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        is_json = isinstance(error, json.JSONDecodeError)
-        raise ConfigError(
-            f"the parameter {key} is '{text}'",
-            expected=parser.accepted + (f" (JSON says: {error})" if is_json else ""),
-            cure=removed_names.advice_for_value(key, text) or "Correct it in config.pbtxt.",
-        ) from None
