@@ -20,6 +20,7 @@ _OPTIONS: dict[str, dict[str, str]] = {
     "graphs": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"mode": "reduce-overhead"}'},
     "shared": {"ENABLE_WEIGHT_SHARING": "true"},
     "freeze": {"OPTIMIZE": "freeze"},
+    "profile": {"PROFILE_DIR": "traces"},
     "class and factory": {"MODEL_CLASS": "Net", "MODEL_FACTORY": "make"},
 }
 _X: dict[str, Any] = {"name": "x", "data_type": "TYPE_FP32", "dims": [4]}
@@ -69,6 +70,7 @@ _CONFLICTS = {
     "buckets + stream": "BATCH_BUCKETS is set, and the model is decoupled",
     "compiled + stream": "OPTIONAL_PARAMETERS is set, and the model is decoupled",
     "freeze + stream": "OPTIMIZE asks for freeze, and the model is",
+    "profile + stream": "PROFILE_DIR is set, and the model is decoupled",
     "shared + stream": "shares the weights on the GPU, and the model is decoupled",
     "pad + batch_output": "PAD is set, and config.pbtxt has batch_output",
     "buckets + batch_input": "BATCH_BUCKETS is set, and config.pbtxt has batch_input",

@@ -23,7 +23,7 @@ from torch_py_backend import composition
 from torch_py_backend.adapter import logs
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, pbtxt, threads
-from torch_py_backend.errors import BackendError, PlatformError, named
+from torch_py_backend.errors import BackendError, PlatformError, named, summarize
 from torch_py_backend.loading import discovery
 from torch_py_backend.processes import child_process, instance_status
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from torch_py_backend.engine.engine import Engine
 
 log = logging.getLogger(__name__)
+
+# The batches of a trace (option PROFILE_DIR).
+PROFILED_BATCHES = 10
 
 
 class TritonPythonModel:
@@ -108,7 +111,7 @@ class TritonPythonModel:
         # Import torch only now: it reads its environment variables when it is imported.
         gc.disable()  # collections would take a tenth of that time
         from torch_py_backend.adapter import answering, calling, metrics, streaming, tracing
-        from torch_py_backend.engine import load, profiling, runtime, warmup
+        from torch_py_backend.engine import load, runtime, warmup
 
         gc.enable()
         _check_numpy()
@@ -149,13 +152,7 @@ class TritonPythonModel:
             publisher.sequences = answers.sequences
             self._answer: Callable[[Sequence[Request]], Any] = answers.answer
             if settings.options.profile_dir is not None:
-                batch = self._modes.enter_context(profiling.running(settings))
-
-                def profiled(requests: Sequence[Request]) -> Any:
-                    with batch():
-                        return answers.answer(requests)
-
-                self._answer = profiled
+                self._profile(answers.answer, settings.options.profile_dir)
         publisher.start()
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.
@@ -188,6 +185,28 @@ class TritonPythonModel:
             self._status.idle()
             # The stub reports to the server that it has deleted the requests.
             logs.end_if_orphaned()
+
+    def _profile(self, answer: Callable[[Sequence[Request]], Any], folder: str) -> None:
+        """Record the first batches, after one that warms the profiler up."""
+        from torch import profiler
+
+        name = f"{self._settings.instance}-{self._settings.version}"  # versions share a name
+        profile = profiler.profile(
+            schedule=profiler.schedule(wait=0, warmup=1, active=PROFILED_BATCHES, repeat=1),
+            on_trace_ready=profiler.tensorboard_trace_handler(folder, name, use_gzip=True),
+        )
+        self._modes.enter_context(profile)
+
+        def profiled(requests: Sequence[Request]) -> Any:
+            responses = answer(requests)
+            try:
+                profile.step()
+            except Exception as error:  # such as a full disk, or a profiler of the model's own code
+                log.warning("the profiler failed: %s.", summarize(error))
+                self._answer = answer
+            return responses
+
+        self._answer = profiled
 
     def _is_ready(self) -> bool:
         return self._engine.failures.fatal is None

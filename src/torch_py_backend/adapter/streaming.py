@@ -14,7 +14,7 @@ from torch_py_backend import values
 from torch_py_backend.adapter import logs, messages
 from torch_py_backend.adapter.messages import Request
 from torch_py_backend.adapter.tracing import TraceContexts
-from torch_py_backend.engine import profiling, runtime
+from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Response, Streams
 from torch_py_backend.errors import (
@@ -98,8 +98,7 @@ class Streaming:
         """Run streams until `close`."""
         torch.set_num_threads(threads)
         runtime.make_current(self._engine.device)
-        config = self._engine.config
-        with runtime.mode(config.options), profiling.running(config) as self.streams.batch:
+        with runtime.mode(self._engine.config.options):
             while not self._closed:
                 # asyncio lets them through, from a task that the model has started.
                 with contextlib.suppress(KeyboardInterrupt, SystemExit):

@@ -32,6 +32,7 @@ def check(config: ModelConfig) -> None:
     of_calls = {
         "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": options.compilation is not None,
         "OPTIMIZE asks for freeze": "freeze" in options.optimize,
+        "PROFILE_DIR is set": options.profile_dir is not None,
         "ENABLE_WEIGHT_SHARING shares the weights on the GPU": bool(options.enable_weight_sharing)
         and config.kind != "CPU",
     }

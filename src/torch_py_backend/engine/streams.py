@@ -26,7 +26,6 @@ from torch import Tensor
 from torch_py_backend import composition, values
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.profiling import Batch
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
 from torch_py_backend.pipeline import failures
 from torch_py_backend.values import Item, Outcome, Value
@@ -52,7 +51,6 @@ class Streams:
     Attributes:
         live: number of streams that have begun and not ended.
         stepped: number of streams in all calls of step(); None: the module has none.
-        batch: returns a context of each call of the model's code; by default an empty one.
 
     Args:
         on_idle: called after each call of the model's code.
@@ -67,7 +65,6 @@ class Streams:
         self.stepped = None if engine.loaded.step is None else 0
         self._engine = engine
         self._on_idle = on_idle
-        self.batch: Batch = contextlib.nullcontext
         self._waiting: list[_Waiting] = []
         self._call_step: Any = engine.loaded.step
         self._stages = engine.stages
@@ -122,8 +119,7 @@ class Streams:
         before = runtime.thread_state(self._engine.device)
         self._engine.failures.on_call()
         try:
-            with self.batch():
-                yield
+            yield
         finally:
             self._on_idle()
             fetched -= counts.device_to_host_seconds
