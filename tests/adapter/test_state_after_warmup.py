@@ -91,24 +91,6 @@ class Sums(nn.Module):
         return x + self.total
 
 
-class Hooks:
-    """Hooks around Negate, or a callable object that is no module."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def preprocess(self, x: Tensor) -> dict[str, Tensor]:
-        self.calls += 1
-        return {"x": x + self.calls}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return -torch.stack([self.preprocess(row)["x"] for row in x])
-
-
-def build() -> Hooks:
-    return Hooks()
-
-
 class Recomputes(nn.Module):
     """Its attributes change in a call, but nothing that later calls depend on."""
 
@@ -151,34 +133,32 @@ def _compare(model: TritonPythonModel, fresh: Callable[[Tensor], Tensor]) -> Non
         np.testing.assert_allclose(tensor.as_numpy(), expected.numpy(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("make", [Buffers, Recomputes])
+@pytest.mark.parametrize(
+    ("make", "scripted"), [(Buffers, False), (Recomputes, False), (Sums, True)]
+)
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 def test_buffers_are_put_back_and_caches_stay(
-    make: Callable[[], nn.Module], tmp_path: Path
+    make: Callable[[], nn.Module], scripted: bool, tmp_path: Path
 ) -> None:
     module = make().eval()
-    model = _served(tmp_path, _python(module), {"MODEL_CLASS": make.__name__})
+    if scripted:
+        module.register_buffer("total", module.__dict__.pop("total"))
+    write = scenarios.script(module) if scripted else _python(module)
+    model = _served(tmp_path, write, {} if scripted else {"MODEL_CLASS": make.__name__})
     assert not logged("warn")
     _compare(model, module)
 
 
 _ATTRIBUTES = ["part.calls", "part.seen", "total"]
 _MODULE = _python(Attributes(), Part), {"MODEL_CLASS": "Attributes"}
-_SCRIPT = scenarios.script(Attributes())
-_HOOKS = scenarios.hooked(models.source(models.Negate, Hooks))
-_CALLED = scenarios.text(models.source(Hooks, build).replace("Hooks", "Called"))
 _LARGE = scenarios.python(Large), {"WEIGHTS": "none"}
 
 
 @pytest.mark.parametrize(
     ("fresh", "write", "parameters", "names"),
     [
-        pytest.param(Attributes, *_MODULE, _ATTRIBUTES, id="module"),
-        pytest.param(Attributes, _SCRIPT, {}, _ATTRIBUTES, id="TorchScript"),
-        pytest.param(Attributes, _SCRIPT, {"OPTIMIZE": "freeze"}, _ATTRIBUTES, id="frozen"),
+        pytest.param(Attributes, *_MODULE, _ATTRIBUTES, id="attributes"),
         pytest.param(Large, *_LARGE, ["large"], id="large buffer"),
-        pytest.param(Hooks, _HOOKS, {}, ["hooks.calls"], id="hooks"),
-        pytest.param(Hooks, _CALLED, {"MODEL_FACTORY": "build"}, ["calls"], id="no module"),
     ],
 )
 def test_models_with_other_state_are_built_again(

@@ -57,7 +57,7 @@ def run(
     compiles = "; torch.compile may take minutes" if engine.compiles else ""
     log.info("the warm-up begins%s.", compiles)
     first: LoadError | None = None
-    state = model_state.ModelState(engine)
+    state = model_state.ModelState(engine.loaded.owner)
     with engine.preparing():
         try:
             for sample in batches(engine, row_counts):
