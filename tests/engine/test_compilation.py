@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from torch_py_backend.engine import compilation
 from torch_py_backend.errors import ConfigError, LoadError
-from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.pipeline.run import Counts
 
 pytestmark = pytest.mark.usefixtures("dynamo")
@@ -26,7 +25,7 @@ def triple(x: Tensor) -> Tensor:
 
 def compiled(parameters: dict[str, Any], module: Any, kind: str = "CPU") -> compilation.Compiled:
     config = build.config(torch_compile_optional_parameters=parameters, kind=kind)
-    model = compilation.apply(config, ArtifactType.MODULE, module, Counts())
+    model = compilation.apply(config, module, Counts())
     assert model is not None
     return model
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import registry
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
@@ -50,17 +49,3 @@ def test_method_of_torchscript_is_frozen() -> None:
         x = torch.rand(2, 3, 8, 8)
         torch.testing.assert_close(frozen(x), script.raw(x), rtol=1e-4, atol=1e-5)
     assert "GetAttr" not in str(frozen.graph)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "message"),
-    [
-        ("freeze", ArtifactType.MODULE, "TORCH_COMPILE_OPTIONAL_PARAMETERS to .*freezing"),
-        ("bf16", ArtifactType.EXPORTED, "OPTIMIZE asks for bf16, which a torch.export program"),
-        ("channels_last", ArtifactType.MODULE, "does not support"),
-    ],
-)
-def test_unsupported_optimizations_are_refused(name: str, kind: ArtifactType, message: str) -> None:
-    owner = None if kind is ArtifactType.MODULE else nn.ReLU()
-    with pytest.raises(ConfigError, match=message):
-        registry.optimize(build.config(optimize=(name,)), loaded(kind, owner, lambda x: x))

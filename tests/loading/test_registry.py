@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.loading import discovery, registry
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.values import ANY_ROWS
 
@@ -134,14 +135,36 @@ def save_program(path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(2, 3), (torch.rand(4, 2),)), path)
 
 
-def test_method_is_refused_for_a_program_and_unused_options_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            ArtifactType.MODULE,
+            {"optimize": ("freeze",)},
+            "OPTIMIZE freeze is not supported for Python.*freezing",
+        ),
+        (
+            ArtifactType.EXPORTED,
+            {"optimize": ("bf16",)},
+            "bf16 is not supported for a torch.export",
+        ),
+        (ArtifactType.AOTI, {"method": "encode"}, "METHOD is not .* It holds one method"),
+    ],
+)
+def test_what_an_artifact_type_does_not_support_is_refused(
+    kind: ArtifactType, options: dict[str, Any], message: str
 ) -> None:
-    save_program(build.write(tmp_path, "model.pt2", ""))
-    with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is "):
-        load(tmp_path, method="encode")
-    load(tmp_path, model_class="Net", weights="none")
-    assert "the parameter MODEL_CLASS has no effect" in caplog.text
+    with pytest.raises(ConfigError, match=message):
+        registry.without_unused(build.config(**options), kind)
+
+
+def test_unused_options_are_logged_and_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = build.config(
+        method="f", optimize=("freeze",), model_class="Net", torch_compile_optional_parameters={}
+    )
+    used = registry.without_unused(compiled, ArtifactType.TORCHSCRIPT)
+    assert used == build.config(method="f", optimize=("freeze",))
+    assert "the parameter MODEL_CLASS has no effect on TorchScript" in caplog.text
     assert "MODEL_KWARGS" not in caplog.text
 
 

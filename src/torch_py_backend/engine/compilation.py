@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, LoadError, PlatformError, summarize
-from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.pipeline.run import Counts
 from torch_py_backend.processes import private_files
 from torch_py_backend.values import Call, Tree
@@ -48,21 +47,13 @@ def progress() -> tuple[int, int, int]:
     return graph_count(), counters["fxgraph_cache_hit"], missing
 
 
-def apply(
-    config: ModelConfig, kind: ArtifactType, module: Callable[..., object], counts: Counts
-) -> Compiled | None:
+def apply(config: ModelConfig, module: Callable[..., object], counts: Counts) -> Compiled | None:
     """Compile a module if the config requests it; None: it is served without torch.compile.
 
     Raises:
         ConfigError: torch.compile does not accept the parameters.
     """
     if config.options.compilation is None:
-        return None
-    if kind in (ArtifactType.TORCHSCRIPT, ArtifactType.AOTI):
-        log.warning(
-            "TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on %s.",
-            kind.value,
-        )
         return None
     if config.options.static_shapes:
         # There is one graph for each row count, and torch compiles no more than its limits allow.

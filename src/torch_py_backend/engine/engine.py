@@ -86,7 +86,7 @@ class Engine:
         self._free_memory = torch.cuda.empty_cache if cleans else None
         self.mapped = sharing.mapped(config, loaded)
         self.counts = Counts()
-        self._compiled = compilation.apply(config, loaded.kind, loaded.module, self.counts)
+        self._compiled = compilation.apply(config, loaded.module, self.counts)
         self.compiles = self._compiled is not None
         fixed = config.options.static_shapes or compilation.captures(config)
         self.rows = batches.row_counts(config, loaded.rows, fixed=fixed)

@@ -28,6 +28,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     runtime.set_switches(config.options, threads)
     device = runtime.placement(config)
     artifact = discovery.find(config)
+    config = registry.without_unused(config, artifact.kind)
     # TorchScript and exported programs are copied before their weights are shared: instances that
     # loaded at the same time would need that memory several times.
     with private_files.turn(config.name), contextlib.ExitStack() as undo:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,9 +18,45 @@ from torch_py_backend.loading.loaded import Forward, Loaded
 
 log = logging.getLogger(__name__)
 
-# Options that only artifacts with source use.
-_OF_SOURCE = ("model_class", "model_kwargs", "weights")
 Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Loaded]"
+
+_SCRIPT, _PACKAGE = ArtifactType.TORCHSCRIPT, ArtifactType.AOTI
+_PROGRAMS = (ArtifactType.EXPORTED, _PACKAGE)
+_SOURCES = (ArtifactType.MODULE, ArtifactType.FACTORY)
+_CONVERT = "Convert the module instead."
+# What types of artifacts do not use: an option, or one of its values, and what to do about it. An
+# option without advice has no effect.
+_UNUSED = (
+    ("MODEL_CLASS", (_SCRIPT, *_PROGRAMS), ""),
+    ("MODEL_KWARGS", (_SCRIPT, *_PROGRAMS), ""),
+    ("WEIGHTS", (_SCRIPT, *_PROGRAMS), ""),
+    ("TORCH_COMPILE_OPTIONAL_PARAMETERS", (_SCRIPT, _PACKAGE), ""),
+    ("METHOD", _PROGRAMS, "It holds one method, the one that was exported; remove METHOD."),
+    ("OPTIMIZE freeze", (*_SOURCES, *_PROGRAMS), removed_names.FREEZING),
+    ("OPTIMIZE bf16", _PROGRAMS, _CONVERT),
+    ("OPTIMIZE fp16", _PROGRAMS, _CONVERT),
+    ("OPTIMIZE channels_last", (_PACKAGE,), _CONVERT),
+)
+
+
+def without_unused(config: ModelConfig, kind: ArtifactType) -> ModelConfig:
+    """Return the config without options that have no effect on an artifact type; log each.
+
+    Raises:
+        ConfigError: the type does not support an option.
+    """
+    unused: dict[str, Any] = {}
+    for name, kinds, cure in _UNUSED:
+        key, _, value = name.partition(" ")
+        setting = getattr(config.options, key.lower())
+        is_set = value in setting if value else setting is not None
+        if not is_set or kind not in kinds:
+            continue
+        if cure:
+            raise ConfigError(f"{name} is not supported for {kind.value}", cure=cure)
+        log.warning("the parameter %s has no effect on %s.", name, kind.value)
+        unused[key.lower()] = None
+    return dataclasses.replace(config, options=dataclasses.replace(config.options, **unused))
 
 
 def load(
@@ -31,20 +68,7 @@ def load(
 
     Raises:
         ArtifactError: the artifact cannot be loaded.
-        ConfigError: METHOD is set, and the artifact has one method.
     """
-    is_program = artifact.kind in (ArtifactType.EXPORTED, ArtifactType.AOTI)
-    if is_program and config.options.method is not None:
-        raise ConfigError(
-            f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
-            cure="It holds one method, the one that was exported; remove METHOD.",
-        )
-    has_source = artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
-    for option in () if has_source else _OF_SOURCE:
-        if getattr(config.options, option) is not None:
-            log.warning(
-                "the parameter %s has no effect on %s.", option.upper(), artifact.kind.value
-            )
     import_beside(artifact)
     if artifact.kind is ArtifactType.MODULE:
         hooks.refuse_in_model(artifact.path)
@@ -80,22 +104,9 @@ LOADERS: Mapping[ArtifactType, Loader] = {
 
 def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
     """Apply the values of OPTIMIZE that change the model itself; return the callable for inputs."""
-    names, kind, owner = config.options.optimize, loaded.kind, loaded.owner
-    supported: set[str] = set()
-    if owner is not None:
-        supported.add("channels_last")
-        if kind is not ArtifactType.EXPORTED:
-            supported |= {"bf16", "fp16"}
-    if kind is ArtifactType.TORCHSCRIPT:
-        supported.add("freeze")
-    refused = [name for name in names if name not in supported]
-    if refused:
-        raise ConfigError(
-            f"OPTIMIZE asks for {', '.join(refused)}, which {kind.value} does not support",
-            cure=removed_names.FREEZING if "freeze" in refused else "Convert the module instead.",
-        )
-    if owner is not None and config.options.weights_dtype is not None:
-        owner.to(getattr(torch, config.options.weights_dtype))
-    if owner is not None and "channels_last" in names:
+    options, owner = config.options, loaded.owner
+    if owner is not None and options.weights_dtype is not None:
+        owner.to(getattr(torch, options.weights_dtype))
+    if owner is not None and "channels_last" in options.optimize:
         owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return torchscript.freeze(config, loaded) if "freeze" in names else loaded.module
+    return torchscript.freeze(config, loaded) if "freeze" in options.optimize else loaded.module
