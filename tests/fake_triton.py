@@ -7,7 +7,6 @@ into a newer release, for which there is no real server here.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
@@ -268,9 +267,6 @@ class InferenceRequest:
             message = f"Failed for execute the inference request. Model '{self.model_name}' is not"
             return InferenceResponse(error=TritonError(f"{message} ready.", TritonError.UNKNOWN))
         return model(self)
-
-    async def async_exec(self) -> InferenceResponse:
-        return await asyncio.get_running_loop().run_in_executor(None, self.exec)
 
     def parameters(self) -> str:
         return json.dumps(self._parameters)

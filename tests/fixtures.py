@@ -85,7 +85,7 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
         start(model, args)
 
     monkeypatch.setattr(TritonPythonModel, "initialize", initialize)
-    monkeypatch.setattr(composition, "_transport", composition._transport)
+    monkeypatch.setattr(composition, "send", composition.send)
     package = logging.getLogger("torch_py_backend")
     monkeypatch.setattr(package, "handlers", [*package.handlers])
     monkeypatch.setattr(package, "propagate", package.propagate)

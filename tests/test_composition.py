@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
     """The other models of a server, as functions of requests."""
     functions: dict[str, Answer] = {}
     monkeypatch.setattr(InferenceRequest, "served", functions)
-    monkeypatch.setattr(composition, "_transport", calling.ModelCaller("caller"))
+    monkeypatch.setattr(composition, "send", partial(calling.send, "caller"))
     return functions
 
 
@@ -122,49 +123,10 @@ def test_errors_of_triton_itself_become_call_errors(served: dict[str, Answer]) -
         asyncio.run(model("other").asynchronously())
 
 
-def test_a_timeout_error_without_a_time_limit_is_raised_as_it_is(
-    served: dict[str, Answer],
-) -> None:
-    def raises(_: InferenceRequest) -> InferenceResponse:
-        raise TimeoutError("of a socket")
-
-    served["other"] = raises
-    with pytest.raises(TimeoutError, match="of a socket"):
-        model("other")()
-
-
 def test_a_model_that_calls_itself_fails_at_once(served: dict[str, Answer]) -> None:
     served["caller"] = echo
     with pytest.raises(CallError, match="the model calls itself, which would deadlock"):
         model("caller")(x=torch.ones(1))
-
-
-def test_a_call_that_exceeds_its_timeout_raises(served: dict[str, Answer]) -> None:
-    late = threading.Event()
-
-    def waits(sent: InferenceRequest) -> InferenceResponse:
-        late.wait(60)
-        return echo(sent)
-
-    async def wait_in_vain() -> None:
-        try:
-            await model("late", timeout=0.05).asynchronously(x=torch.ones(1))
-        finally:
-            late.set()
-
-    served["late"], served["prompt"] = waits, echo
-    try:
-        with pytest.raises(CallError, match=r"no answer came within 0\.05 seconds") as error:
-            model("late", timeout=0.05)(x=torch.ones(1))
-        assert error.value.code == "UNAVAILABLE"
-        with pytest.raises(CallError, match="no answer came"):
-            asyncio.run(wait_in_vain())
-    finally:
-        late.set()
-    assert model("prompt", timeout=60)(x=torch.ones(1))["x"].tolist() == [1]
-    served["prompt"] = failing("no", TritonError.INVALID_ARG)
-    with pytest.raises(CallError, match="it answers: no"):
-        model("prompt", timeout=60)()
 
 
 def test_asynchronous_calls_run_at_the_same_time(served: dict[str, Answer]) -> None:
@@ -240,7 +202,7 @@ class Calls(nn.Module):
 def test_a_served_model_passes_on_the_error_codes_of_others(
     tmp_path: Path, process: None, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(composition, "_transport", composition.Transport())
+    monkeypatch.setattr(composition, "send", composition._refuse)
     build.write(tmp_path, "model.py", _CALLS_ANOTHER)
     started = TritonPythonModel()
     started.initialize(build.arguments() | {"model_repository": str(tmp_path)})

@@ -18,8 +18,6 @@ import torch
 from opentelemetry import trace
 from torch import Tensor, nn
 
-from torch_py_backend.composition import model
-
 
 def told(rows: int) -> Tensor:
     found = trace.get_current_span().get_span_context()
@@ -69,11 +67,6 @@ class Sum(nn.Module):
     def forward(self, x: Tensor, sum_in: Tensor) -> dict:
         return {"y": told(len(x)), "sum_out": sum_in + x}
 """
-_CALLER = """\
-class Caller(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return model("plain")(x=x)["y"]
-"""
 _RAISES = """\
 class Raises(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +93,6 @@ TABLE = {
         _scenario("yields", _YIELDS, _DECOUPLED),
         _scenario("steps", _STEPS, _DECOUPLED),
         _scenario("sums", _SUM, _SEQUENCES),
-        _scenario("caller", _CALLER, WARMUP="false"),
         _scenario("raises", _RAISES),
     )
 }

@@ -9,6 +9,7 @@ Without a server (in `check` or in a test), `stand_in` replaces models by functi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,13 +31,11 @@ class Model:
     Attributes:
         name: its name.
         version: its version; None: Triton chooses it.
-        timeout: time limit for a response, in seconds; None: no limit.
         parameters: the parameters of each request.
     """
 
     name: str
     version: int | None = None
-    timeout: float | None = None
     parameters: Parameters = field(default_factory=dict)
 
     def __call__(self, /, **inputs: object) -> Results:
@@ -47,9 +46,10 @@ class Model:
                 batch dimension if the model has one.
 
         Raises:
-            CallError: the model does not exist, refuses the inputs, fails, or exceeds the timeout.
+            CallError: the model does not exist, refuses the inputs, or fails.
         """
-        return _counted().send(self, inputs)
+        _count()
+        return send(self, inputs)
 
     async def asynchronously(self, /, **inputs: object) -> Results:
         """Call the model from asyncio code; several calls can run at the same time.
@@ -57,7 +57,8 @@ class Model:
         Raises:
             CallError: as for a synchronous call.
         """
-        return await _counted().send_async(self, inputs)
+        _count()
+        return await asyncio.to_thread(send, self, inputs)
 
 
 model = Model
@@ -65,40 +66,22 @@ model = Model
 calls = 0
 
 
-class Transport:
-    """Sends calls to their models: here to functions, on a server to Triton."""
-
-    def __init__(self, functions: Mapping[str, Callable[..., Results]] | None = None) -> None:
-        self._functions = functions or {}
-
-    def send(self, called: Model, inputs: Mapping[str, object]) -> Results:
-        if called.name not in self._functions:
-            raise CallError(
-                called.name,
-                f"it was called with {join_names(inputs) or 'no inputs'} where no server executes"
-                " requests: while a model loads, in `check`, or in a test",
-                cure="In a test, replace the model with torch_py_backend.composition.stand_in.",
-            )
-        return self._functions[called.name](**inputs)
-
-    async def send_async(self, called: Model, inputs: Mapping[str, object]) -> Results:
-        return self.send(called, inputs)
-
-
-_transport = Transport()
-
-
-def _counted() -> Transport:
-    """Count a call, and return what sends it."""
-    global calls  # noqa: PLW0603  as `_transport`
+def _count() -> None:
+    global calls  # noqa: PLW0603  one process is one instance of one model
     calls += 1
-    return _transport
 
 
-def set_transport(transport: Transport) -> None:
-    """Set the transport of all calls. An instance does so when its model is ready."""
-    global _transport  # noqa: PLW0603  one process is one instance of one model
-    _transport = transport
+def _refuse(called: Model, inputs: Mapping[str, object]) -> Results:
+    raise CallError(
+        called.name,
+        f"it was called with {join_names(inputs) or 'no inputs'} where no server executes"
+        " requests: while a model loads, in `check`, or in a test",
+        cure="In a test, replace the model with torch_py_backend.composition.stand_in.",
+    )
+
+
+# Sends a call to its model. An instance replaces it when its own model is ready.
+send: Callable[[Model, Mapping[str, object]], Results] = _refuse
 
 
 @contextlib.contextmanager
@@ -109,9 +92,16 @@ def stand_in(functions: Mapping[str, Callable[..., Results]]) -> Iterator[None]:
         functions: functions by the names of the models. Each takes the inputs as keyword arguments
             and returns a dict of outputs.
     """
-    before = _transport
-    set_transport(Transport(functions))
+    global send  # noqa: PLW0603  as `calls`
+    before = send
+
+    def call(called: Model, inputs: Mapping[str, object]) -> Results:
+        if called.name in functions:
+            return functions[called.name](**inputs)
+        return before(called, inputs)
+
+    send = call
     try:
         yield
     finally:
-        set_transport(before)
+        send = before

@@ -103,7 +103,7 @@ class RequestItem(dict[str, Value]):
     def __init__(
         self,
         item: Mapping[str, Value],
-        context: Callable[[], AbstractContextManager[None]] | None = None,
+        context: Callable[[], AbstractContextManager[object]] | None = None,
         parameters: Parameters = _NO_PARAMETERS,
         step: Step = _NO_STEP,
     ) -> None:
@@ -130,7 +130,7 @@ def parameters(item: Item) -> Parameters:
     return item.parameters if isinstance(item, RequestItem) else _NO_PARAMETERS
 
 
-def trace_context(items: Sequence[Item]) -> AbstractContextManager[None]:
+def trace_context(items: Sequence[Item]) -> AbstractContextManager[object]:
     """Return the context of the first item of a traced request; an empty one without any."""
     for item in items:
         if isinstance(item, RequestItem) and item.context is not None:

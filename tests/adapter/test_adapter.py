@@ -157,7 +157,7 @@ import json, sys, types, unittest.mock
 sys.path[:0] = {sys.path!r}
 pb = types.ModuleType("triton_python_backend_utils")
 pb.Logger, pb.TritonModelException = unittest.mock.Mock(), RuntimeError
-pb.Tensor = pb.InferenceResponse = pb.MetricFamily = unittest.mock.Mock()
+pb.Tensor = pb.InferenceRequest = pb.InferenceResponse = pb.MetricFamily = unittest.mock.Mock()
 pb.get_model_dir = lambda: "/nowhere"
 sys.modules["triton_python_backend_utils"] = pb
 from torch_py_backend import adapter

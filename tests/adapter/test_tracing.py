@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +14,6 @@ import pytest
 import traced
 from fake_triton import InferenceTrace, Turn
 from instances import Served
-
-from torch_py_backend.adapter.tracing import TraceContexts
 
 # The traces of two requests: the IDs of the trace and of Triton's span in it.
 _FIRST, _SECOND = ("11" * 16, "22" * 8), ("33" * 16, "44" * 8)
@@ -100,7 +99,7 @@ def test_without_traces(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if lacks == "traces":
         monkeypatch.delattr(fake_triton.InferenceRequest, "trace")
     else:
-        monkeypatch.setattr(TraceContexts, "__init__", mock.Mock(side_effect=ImportError))
+        monkeypatch.setitem(sys.modules, "opentelemetry.trace.propagation", None)
         monkeypatch.setattr(fake_triton.InferenceRequest, "trace", asked)
     for name in ("plain", "hooked"):
         served = _Served(tmp_path / name, name)

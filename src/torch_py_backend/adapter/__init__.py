@@ -14,6 +14,7 @@ import gc
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,7 @@ class TritonPythonModel:
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
         gc.disable()  # collections would take a tenth of that time
-        from torch_py_backend.adapter import answering, calling, metrics, streaming, tracing
+        from torch_py_backend.adapter import answering, calling, metrics, streaming
         from torch_py_backend.engine import load, runtime, warmup
 
         gc.enable()
@@ -136,19 +137,17 @@ class TritonPythonModel:
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = publisher = metrics.Publisher(engine, self._status)
         self._modes.callback(publisher.close)
-        contexts = tracing.contexts()
         # Only now: Triton refuses calls of other models while a model loads.
-        trace = contexts.handle if contexts else lambda: None
-        composition.set_transport(calling.ModelCaller(settings.name, trace))
+        composition.send = partial(calling.send, settings.name)
         # Only now: loading has no time limit.
         engine.failures.on_call = self._status.busy
         engine.failures.on_fatal = self._on_fatal
         if settings.decoupled:
-            self._streaming = streaming.Streaming(engine, self._status.idle, contexts)
+            self._streaming = streaming.Streaming(engine, self._status.idle)
             self._modes.callback(self._streaming.close)
             publisher.streams = self._streaming.streams
         else:
-            answers = answering.Answering(engine, contexts)
+            answers = answering.Answering(engine)
             publisher.sequences = answers.sequences
             self._answer: Callable[[Sequence[Request]], Any] = answers.answer
             if settings.options.profile_dir is not None:

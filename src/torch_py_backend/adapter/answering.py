@@ -6,9 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch_py_backend.adapter import logs, messages
+from torch_py_backend.adapter import logs, messages, tracing
 from torch_py_backend.adapter.messages import Request, Response, Responses
-from torch_py_backend.adapter.tracing import TraceContexts
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -32,24 +31,21 @@ class Answering:
 
     Attributes:
         sequences: the states of its sequences; None: it keeps none.
-
-    Args:
-        contexts: carries trace contexts to the model's code; None: requests have no traces.
     """
 
-    def __init__(self, engine: Engine, contexts: TraceContexts | None) -> None:
+    def __init__(self, engine: Engine) -> None:
         config = engine.config
         self._failures, self._counts, self._model = engine.failures, engine.counts, config.name
         self._last_seconds = 0.0  # of the last batch
         self._in_sequences = config.sequencing is not None
-        self._read, steps = messages.reader(engine)
-        if contexts is not None:
-            self._read = contexts.added(self._read)
+        read, steps = messages.reader(engine)
+        traced = tracing.traced(read)
+        self._read = traced or read
         self.sequences = steps if isinstance(steps, Sequences) else None
         # A writer counts all requests, also those that only fill a slot of a sequence.
         outputs = [spec.name for spec in config.outputs]
         writer = None if self._in_sequences else messages.writer(outputs)
-        self._run = engine.pipeline(writer, steps, traced=contexts is not None)
+        self._run = engine.pipeline(writer, steps, traced=traced is not None)
 
     def answer(self, requests: Sequence[Request]) -> Sequence[Response]:
         """Return one response for each request, in order."""

@@ -11,9 +11,8 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import values
-from torch_py_backend.adapter import logs, messages
+from torch_py_backend.adapter import logs, messages, tracing
 from torch_py_backend.adapter.messages import Request
-from torch_py_backend.adapter.tracing import TraceContexts
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Response, Streams
@@ -47,19 +46,11 @@ class Streaming:
 
     Args:
         on_idle: called whenever none of the model's code runs any more.
-        contexts: carries trace contexts to the model's code; None: requests have no traces.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        on_idle: Callable[[], None],
-        contexts: TraceContexts | None,
-    ) -> None:
+    def __init__(self, engine: Engine, on_idle: Callable[[], None]) -> None:
         self._engine = engine
-        self._read: messages.Read = messages.read_kept
-        if contexts is not None:
-            self._read = contexts.added(self._read, kept=True)
+        self._read = tracing.traced(messages.read_kept) or messages.read_kept
         # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
         self.streams = Streams(engine, on_idle)
