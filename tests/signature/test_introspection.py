@@ -103,7 +103,7 @@ def test_unknown_annotations_neither_fail_nor_hide_others() -> None:
     for annotation, takes in (
         ("Unknown", ArgumentType.TENSOR),
         ("typing.Mapping[str, Unknown]", ArgumentType.DICT),
-        ("list[Unknown]", ArgumentType.TENSOR),
+        ("list[Unknown]", ArgumentType.LIST),
     ):
         source = function(f"x: {annotation}, y: list[str]", FUTURE[1])
         x, y = introspection.from_function(source).arguments

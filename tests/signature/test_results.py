@@ -116,6 +116,7 @@ def test_results_of_torch_and_numpy() -> None:
         (RESULTS["dict"], ["o__1"], ""),
         (RESULTS["tuple"], ["a__b__1", "a__b__0"], ""),
         (RESULTS["tuple"], ["o__1", "a"], "the output names o__1, a are neither all numbers"),
+        (RESULTS["named tuple"], ["a", "b"], "the output names a, b are neither all numbers"),
     ],
 )
 def test_a_mix_of_numbers_and_other_names_is_warned_about(
@@ -134,6 +135,7 @@ def test_a_mix_of_numbers_and_other_names_is_warned_about(
         ({}, ["y"], "a dict"),
         (RESULTS["tuple"], list("abc"), "expected names among RESULT[0], RESULT[1], OUT"),
         (RESULTS["tuple"], ["a__0", "b__0"], "a__0, b__0"),
+        (RESULTS["named tuple"], ["mean", "x"], "expected names among mean, deviation"),
         (RESULTS["dict"], ["mean", "x"], "expected names among mean, deviation, RESULT[mean]"),
         (RESULTS["dict"], ["o__0", "b"], "o__0, b"),
         (RESULTS["dict"], ["deviation", "o__1"], "deviation, o__1"),
@@ -167,5 +169,3 @@ def test_binding_applies_to_later_results() -> None:
     for bound, later in itertools.product((second, both), ((1,), {"x": 1}, torch.ones(2, 3))):
         with pytest.raises((LookupError, TypeError)):  # a tensor can be indexed, too
             bound(later)
-    with pytest.raises(TypeError):
-        both((1, 2, 3))

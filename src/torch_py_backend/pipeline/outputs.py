@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,9 +42,6 @@ class OutputExtractor:
         self._of = of
         self._names = tuple(spec.name for spec in config.outputs)
         self._verify = [verifier(config, spec, any_shape=torchscript) for spec in config.outputs]
-        self._bind = partial(
-            results.bind_outputs, fields_optional=torchscript or config.python_runtime
-        )
         # Bound to the structure of the first result.
         self._outputs: results.OutputBinding | None = None
 
@@ -57,7 +53,7 @@ class OutputExtractor:
             OutputError: the result contradicts the config, or its structure differs from the first.
         """
         if self._outputs is None:
-            self._outputs = self._bind(self._names, result, self._of)
+            self._outputs = results.bind_outputs(self._names, result, self._of)
         try:
             parts = self._outputs(result)
         except (LookupError, AttributeError, TypeError):

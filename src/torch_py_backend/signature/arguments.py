@@ -21,15 +21,11 @@ Path: TypeAlias = tuple[int | str, ...]
 # A leaf of the call tree: its slot, and the path within. A slot is the name of an argument, or `*n`
 # for the n-th positional argument if `*args` contains it.
 Place: TypeAlias = tuple[str, Path]
-# Builds (args, kwargs) of forward() from the tensors of a call tree.
-Unflatten: TypeAlias = Callable[[Sequence[object]], tuple[Sequence[object], Mapping[str, object]]]
 
-# As in LibTorch: only digits after the first two underscores.
-# Bounded: Python parses no integer of more than 4,300 digits, and recursion into a path of
-# thousands of keys fails.
-_ORDINAL = re.compile(r"(?:(?!__).)*__([0-9]{1,9})")
+# As in LibTorch: only digits after the first two underscores. Numbers and paths are bounded, so
+# that no name makes a long list or a deep recursion.
+_ORDINAL = re.compile(r"(?:(?!__).)*__([0-9]{1,4})")
 _PATH = re.compile(r"(ARGS|KWARGS|RESULT)((?:\[[^\[\]]+\]){0,64})")
-_INDEX = re.compile(r"[0-9]{1,9}")
 
 
 def ordinal(name: str) -> int | None:
@@ -41,11 +37,6 @@ def ordinal(name: str) -> int | None:
 def is_path(name: str) -> bool:
     """Return whether a name is the text of a path."""
     return _PATH.fullmatch(name) is not None
-
-
-def numbered(number: int | None, slots: Sequence[str]) -> Place | None:
-    """Return the place of a number, which may be None."""
-    return None if number is None or number >= len(slots) else (slots[number], ())
 
 
 def path_text(root: str, path: Path) -> str:
@@ -112,7 +103,7 @@ class Signature:
 
     arguments: tuple[Argument, ...]
     leaves: tuple[str, ...] | None = None
-    unflatten: Unflatten | None = None
+    unflatten: Callable[..., tuple[Sequence[object], Mapping[str, object]]] | None = None
     name: str = "forward"
     torchscript: bool = False
     settings: frozenset[str] = frozenset()
@@ -128,8 +119,8 @@ class Signature:
     @property
     def named(self) -> list[str]:
         """The names of the arguments, without `*` and `**`."""
-        single = (*_POSITIONAL, Passing.KEYWORD_ONLY)
-        return [argument.name for argument in self.arguments if argument.passing in single]
+        several = (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
+        return [entry.name for entry in self.arguments if entry.passing not in several]
 
     def container_argument(self, names: Sequence[str]) -> Argument | None:
         """Return the only argument that is needed, if all inputs are its parts; else None."""
@@ -149,24 +140,24 @@ class Signature:
             slots += [f"*{index}" for index in range(len(slots), count)]
         return slots
 
-    def place(self, name: str, slots: Sequence[str]) -> Place | None:
+    def place(self, name: str) -> Place | None:
         """Return the leaf that a name stands for, whatever the other names are; None: no leaf."""
         if name in self.named:
             return name, ()
+        number, below = ordinal(name), Path()
+        path, any_keyword = _PATH.fullmatch(name), self.has(Passing.VAR_KEYWORD)
         if self.leaves is not None:
-            return numbered(
-                self.leaves.index(name) if name in self.leaves else ordinal(name), slots
-            )
-        any_keyword = self.has(Passing.VAR_KEYWORD)
-        if not is_path(name):
-            by_name = (name, ()) if any_keyword else None
-            return numbered(ordinal(name), slots) or by_name
-        root, *keys = re.split(r"\]?\[", name.rstrip("]"))
-        if not keys:
-            return None
-        first, *below = keys
-        path = tuple(int(key) if _INDEX.fullmatch(key) else key for key in below)
-        if root == "ARGS" and _INDEX.fullmatch(first) and int(first) < len(slots):
-            return slots[int(first)], path
-        is_keyword = any_keyword or first in self.named
-        return (first, path) if root == "KWARGS" and is_keyword else None
+            number = self.leaves.index(name) if name in self.leaves else number
+        elif path is not None:
+            keys = re.findall(r"[^\[\]]+", path[2])
+            first, below = keys[0] if keys else "", tuple(map(_key, keys[1:]))
+            if path[1] == "KWARGS" and (first in self.named or (any_keyword and first)):
+                return first, below
+            number = int(first) if path[1] == "ARGS" and isinstance(_key(first), int) else None
+        if number is not None and number < len(slots := self.slots(number + 1)):
+            return slots[number], below
+        return (name, ()) if any_keyword and path is None else None
+
+
+def _key(text: str) -> int | str:
+    return int(text) if re.fullmatch("[0-9]{1,4}", text) else text

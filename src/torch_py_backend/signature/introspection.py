@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import collections.abc
-import contextlib
+import builtins
+import collections
 import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
@@ -28,12 +28,12 @@ _TYPES: Mapping[object, ArgumentType] = {
     bool: ArgumentType.BOOL,
     str: ArgumentType.STR,
     bytes: ArgumentType.RAW,
-    collections.abc.Mapping: ArgumentType.DICT,
-    collections.abc.MutableMapping: ArgumentType.DICT,
+    Mapping: ArgumentType.DICT,
+    MutableMapping: ArgumentType.DICT,
     tuple: ArgumentType.TUPLE,
     list: ArgumentType.LIST,
-    collections.abc.Sequence: ArgumentType.LIST,
-    collections.abc.Iterable: ArgumentType.LIST,
+    Sequence: ArgumentType.LIST,
+    Iterable: ArgumentType.LIST,
 }
 
 
@@ -44,21 +44,22 @@ def from_function(function: Callable[..., object]) -> Signature:
         unwrapped = inspect.unwrap(unwrapped.func)
     if not hasattr(unwrapped, "__globals__"):  # an object with a __call__
         unwrapped = type(unwrapped).__call__
-    scope: dict[str, object] = getattr(unwrapped, "__globals__", {})
+    scope = getattr(unwrapped, "__globals__", {})
     arguments = []
     settings: frozenset[str] = frozenset()
     for name, parameter in inspect.signature(function).parameters.items():
         variadic = parameter.kind in (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
-        only, nullable = _only_type(_resolved(parameter.annotation, scope))
-        if isinstance(only, type) and only.__name__ == "GenerationConfig":
-            settings = frozenset(vars(only()))  # of generate() of transformers, by `**`
+        kinds = _alternatives(_resolved(parameter.annotation, scope))
+        for kind in kinds:
+            if isinstance(kind, type) and kind.__name__ == "GenerationConfig":
+                settings = frozenset(vars(kind()))  # of generate() of transformers, by `**`
         argument = Argument(
             name=name,
             required=parameter.default is inspect.Parameter.empty and not variadic,
             passing=parameter.kind,
-            type=ArgumentType.TENSOR if variadic else _argument_type(only),
+            type=ArgumentType.TENSOR if variadic else _argument_type(kinds),
             text=str(parameter),
-            nullable=nullable,
+            nullable=types.NoneType in kinds,
         )
         arguments.append(argument)
     return Signature(tuple(arguments), settings=settings)
@@ -72,49 +73,40 @@ def is_generator(function: Callable[..., object]) -> bool:
     return any(check(entry) for check in checks for entry in callables)
 
 
-def _resolved(annotation: object, scope: dict[str, object]) -> object:
-    """Evaluate an annotation that is text; return the text if that fails."""
-    if isinstance(annotation, str):
-        # For example names that only a type checker imports are not found.
-        with contextlib.suppress(Exception):
-            # It is text again if it is quoted under `from __future__ import annotations`.
-            return _resolved(eval(annotation, scope), scope)  # noqa: S307  the model's own code
+def _resolved(annotation: object, scope: Mapping[str, object]) -> object:
+    """Evaluate an annotation that is text, with Any for names that only a type checker imports."""
+    names = collections.ChainMap({**vars(builtins), **scope}, collections.defaultdict(lambda: Any))
+    try:
+        # It is text again if it is quoted under `from __future__ import annotations`.
+        while isinstance(annotation, str):
+            annotation = eval(annotation, {}, names)  # noqa: S307  the model's own code
+    except Exception:
+        return Any
     return annotation
 
 
-def _only_type(annotation: object) -> tuple[object, bool]:
-    """Return the type that an annotation allows, Any if it allows several, and whether None."""
-    kinds = [*_alternatives(annotation)]
-    others = [kind for kind in kinds if kind is not types.NoneType]
-    only = others[0] if others and all(kind == others[0] for kind in others) else Any
-    return only, len(others) < len(kinds)
+def _alternatives(annotation: object) -> list[object]:
+    """Return the types that an annotation allows: of unions, literals and Annotated."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return [type(value) for value in args]
+    if origin in (Annotated, Union, types.UnionType):
+        among = args[:1] if origin is Annotated else args
+        return [kind for alternative in among for kind in _alternatives(alternative)]
+    return [annotation]
 
 
-def _alternatives(annotation: object) -> Iterator[object]:
-    """Yield the types that an annotation allows: of unions, literals and Annotated."""
-    origin = get_origin(annotation)
-    if origin in (Union, types.UnionType):
-        for alternative in get_args(annotation):
-            yield from _alternatives(alternative)
-    elif origin is Literal:
-        yield from map(type, get_args(annotation))
-    elif origin is Annotated:
-        yield from _alternatives(get_args(annotation)[0])
-    else:
-        yield annotation
-
-
-def _argument_type(annotation: object) -> ArgumentType:
-    if isinstance(annotation, str):  # not resolvable
-        outer = annotation.partition("[")[0].rpartition(".")[2].strip()
-        is_dict = outer in ("dict", "Dict", "Mapping")
-        return ArgumentType.DICT if is_dict else ArgumentType.TENSOR
+def _argument_type(kinds: Sequence[object]) -> ArgumentType:
+    """Return the type of an argument that allows these types."""
+    annotation, *others = [kind for kind in kinds if kind is not types.NoneType] or [Any]
     origin = get_origin(annotation) or annotation
-    if not isinstance(origin, type):
+    if not isinstance(origin, type) or any(other != annotation for other in others):
         return ArgumentType.TENSOR
-    outermost = ArgumentType.DICT if issubclass(origin, dict) else _TYPES.get(origin)
+    if issubclass(origin, dict):
+        return ArgumentType.DICT
+    outermost = _TYPES.get(origin, ArgumentType.TENSOR)
     if outermost is not ArgumentType.LIST or not get_args(annotation):
-        return outermost or ArgumentType.TENSOR
+        return outermost
     item: object = get_args(annotation)[0]
     nested = get_origin(item) is list
     while get_origin(item) is list:
@@ -127,11 +119,7 @@ def _argument_type(annotation: object) -> ArgumentType:
 
 
 # The names in TorchScript's annotations.
-_SCRIPT_SCOPE: dict[str, object] = {
-    **vars(typing),
-    "__builtins__": {kind.__name__: kind for kind in (int, float, bool, str)},
-    "Tensor": torch.Tensor,
-}
+_SCRIPT_SCOPE = {**vars(typing), "Tensor": torch.Tensor}
 
 
 def from_schema(schema: torch._C.FunctionSchema) -> Signature:
@@ -139,14 +127,14 @@ def from_schema(schema: torch._C.FunctionSchema) -> Signature:
     arguments = []
     for entry in schema.arguments[1:]:
         declared: Any = entry.type
-        only, nullable = _only_type(_resolved(declared.annotation_str, _SCRIPT_SCOPE))
+        kinds = _alternatives(_resolved(declared.annotation_str, _SCRIPT_SCOPE))
         argument = Argument(
             name=entry.name,
             required=not entry.has_default_value(),
             passing=Passing.KEYWORD_ONLY if entry.kwarg_only else Passing.POSITIONAL_OR_KEYWORD,
-            type=_argument_type(only),
+            type=_argument_type(kinds),
             text=f"{declared.str()} {entry.name}",
-            nullable=nullable,
+            nullable=types.NoneType in kinds,
         )
         arguments.append(argument)
     return Signature(tuple(arguments), torchscript=True)

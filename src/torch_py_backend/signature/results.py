@@ -2,8 +2,8 @@
 
 The name of an output is, in this order: a key or field of the result; a path, `RESULT`,
 `RESULT[0]`, `RESULT[key][1]`; or `<name>__<number>`, the number of a leaf in the result's order.
-Outputs of a result without keys and fields are bound in the config's order if no name matches; as
-in Triton's LibTorch backend, also if only some names are numbers.
+Outputs of a tuple, a list or a single value are bound in the config's order if a name matches none
+of these, and none is a path or a field.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 from torch_py_backend.errors import BindingError, a_type, join_names
@@ -21,17 +20,9 @@ log = logging.getLogger(__name__)
 
 # A function from the result of forward() to the outputs, in the config's order.
 OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
-# Keys, indices and fields from the result down to a leaf.
-Keys: TypeAlias = tuple[Any, ...]
 
 
-def bind_outputs(
-    names: Sequence[str],
-    result: object,
-    of: str = "forward()",
-    *,
-    fields_optional: bool = False,
-) -> OutputBinding:
+def bind_outputs(names: Sequence[str], result: object, of: str = "forward()") -> OutputBinding:
     """Bind output names to the leaves of results with the structure of a sample result.
 
     Args:
@@ -39,59 +30,39 @@ def bind_outputs(
         result: the result of forward() for a sample: a tensor or a list of strings, in any nesting
             of tuples, lists, mappings, dataclasses and named tuples.
         of: the function that returned it, for messages.
-        fields_optional: bind the fields of a named tuple in the config's order if no name matches,
-            as Triton's own backends do, which know no fields.
 
     Raises:
         BindingError: a name matches no leaf, or there are more names than leaves.
     """
     leaves = list(_leaves(result))
-    fields = [name for name in (_parts(result) or {}).values() if name]
-    aliases = {name: index for index, name in enumerate(leaf_names(result)) if name in fields}
-    for index, keys in enumerate(leaves):
-        aliases.setdefault(path_text("RESULT", keys), index)
+    parts = _parts(result) or {}
+    fields = {name for name in parts.values() if name}
+    top = [(number, parts[keys[0]]) for number, keys in enumerate(leaves) if len(keys) == 1]
+    aliases = {name: number for number, name in top if name}
+    for number, keys in enumerate(leaves):
+        aliases.setdefault(path_text("RESULT", keys), number)
     indices = [aliases.get(name, ordinal(name)) for name in names]
-    unknown = indices.count(None)
-    in_order = unknown > 0
-    if fields:
-        in_order = fields_optional and isinstance(result, tuple) and unknown == len(names)
-    if in_order and not any(is_path(name) or name in fields for name in names):
-        if fields or unknown < len(names):
+    has_order = not fields or isinstance(result, tuple)
+    matched = any(is_path(name) or name in fields for name in names)
+    if None in indices and has_order and not matched:
+        if fields or indices.count(None) < len(names):
             log.warning(
                 "the output names %s are neither all numbers (OUTPUT__0, OUTPUT__1, …) nor fields"
                 " of the result; they are taken in the result's order.",
                 ", ".join(names),
             )
         indices = list(range(len(names)))
-    bound = {index: leaves[index] for index in indices if index is not None and index < len(leaves)}
-    if len(bound) < len(names):
-        valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
+    selected = [leaves[i] for i in dict.fromkeys(indices) if i is not None and i < len(leaves)]
+    if len(selected) < len(names):
+        valid = [*aliases, *(f"OUTPUT__{number}" for number in range(len(leaves)))]
         raise BindingError(
             f"the outputs {join_names(names)} do not fit what {of} returns, {a_type(result)}",
             expected=f"names among {join_names(valid)}",
             cure="An output is a torch.Tensor or a list of strings, no list of numbers.",
         )
-    selected = list(bound.values())
     if selected == [()]:
         return lambda result: (result,)
-    if isinstance(result, tuple | list):
-        count = len(result)
-        if selected == [(index,) for index in range(count)]:
-            return partial(_whole, count)
-    if isinstance(result, Mapping) and all(len(keys) == 1 for keys in selected):
-        return partial(_values, tuple(key for (key,) in selected))
     return lambda result: [_part(result, keys) for keys in selected]
-
-
-def _whole(count: int, result: object) -> Sequence[object]:
-    """Return a result whose items are the outputs."""
-    if not isinstance(result, tuple | list) or len(result) != count:
-        raise TypeError(type(result).__name__)
-    return result
-
-
-def _values(keys: Keys, result: Mapping[Any, object]) -> Sequence[object]:
-    return [result[key] for key in keys]
 
 
 def leaf_names(result: object) -> list[str]:
@@ -100,7 +71,7 @@ def leaf_names(result: object) -> list[str]:
     return [fields.get(keys, f"OUTPUT__{number}") for number, keys in enumerate(_leaves(result))]
 
 
-def _leaves(value: object, path: Keys = ()) -> Iterator[Keys]:
+def _leaves(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the keys of each leaf in the result's order; a list of strings is one leaf."""
     parts = _parts(value)
     if parts is None:
@@ -123,7 +94,7 @@ def _parts(value: object) -> dict[Any, str] | None:
     return None
 
 
-def _part(value: Any, path: Keys) -> object:
+def _part(value: Any, path: tuple[Any, ...]) -> object:
     """Return a leaf of a result that may have another structure than the sample."""
     for key in path:
         # A tensor can be indexed, too, but has no parts.
