@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import fake_triton
-import hooked
 import models
 import numpy as np
 import pytest
@@ -49,18 +48,11 @@ _COMPILED = {
     "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}',
     "WEIGHTS": "none",
 }
-_KINDS = {
-    "plain": judge(),
-    "buckets": judge(BATCH_BUCKETS="1,4,8"),
-    "hooked": hooked.TABLE[0],
-    "stepped": next(one.scenario for one in streamed.TABLE if one.scenario.name == "continuous"),
-    "sequences": named("state_oldest"),
-    "compiled": Scenario(
-        "compiled",
-        scenarios.text(_BRANCHES),
-        scenarios.config({"x": [-1]}, {"y": [-1]}, max_batch_size=2, parameters=_COMPILED),
-    ),
-}
+_COMPILES = Scenario(
+    "compiled",
+    scenarios.text(_BRANCHES),
+    scenarios.config({"x": [-1]}, {"y": [-1]}, max_batch_size=2, parameters=_COMPILED),
+)
 
 
 class Narrow(nn.Module):
@@ -144,7 +136,7 @@ def test_requests_that_only_fill_a_slot_are_not_counted(tmp_path: Path) -> None:
 
 def test_compilation(tmp_path: Path) -> None:
     """Graphs of the warm-up, a cache miss, and a call that would need another graph are counted."""
-    served = Served(tmp_path, _KINDS["compiled"])
+    served = Served(tmp_path, _COMPILES)
     served.model._engine.counts.compile_cache["miss"] = 1  # inductor counts it: test_compile_cache
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     served.send(served.request({"x": np.ones((1, 12), dtype=np.float32)}))
@@ -211,7 +203,7 @@ def test_triton_that_refuses_values(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patched.setattr(fake_triton.Metric, "increment", refuse)
         patched.setattr(fake_triton.Metric, "set", refuse)
         model._engine.counts.count_requests("OK")  # only values that change are published
-        until(lambda: not model._publisher._publishes)
+        until(lambda: not model._publisher._table)
         (line,) = logged("warn")
         assert "no more metrics are published: TritonModelException: gone." in line
         (response,) = model.execute([request(1)])
@@ -225,11 +217,10 @@ def test_triton_that_refuses_values(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_published_series_are_those_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models of all kinds publish each row of the table, with its kind and labels, and no other."""
+    """Models publish each row of the table, with its kind and labels, and no other."""
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10)])
-    instances = {kind: load(tmp_path / kind, scenario) for kind, scenario in _KINDS.items()}
-    for model in instances.values():
-        model._publisher.publish()
+    for scenario in (streamed.TABLE[0].scenario, named("state_oldest")):
+        load(tmp_path, scenario)
     assert MetricFamily.made.keys() == metrics.BY_NAME.keys()
     for name, series in MetricFamily.made.items():
         row = metrics.BY_NAME[name]

@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import triton_python_backend_utils as pb_utils
@@ -33,14 +33,9 @@ from torch_py_backend.processes.instance_status import InstanceStatus
 log = logging.getLogger(__name__)
 
 _SECONDS = 1.0
-# Without `model_instance`, all instances of a model add to one series. The label `instance` is
-# reserved by Prometheus.
-_MODEL = ("model", "version")
-# The values of a family by its own label, "" where it has none; empty: the instance has no series.
-Values: TypeAlias = "Mapping[str, float]"
-
-
-Read: TypeAlias = "Callable[[Publisher], Values]"
+_STAGES = ("preprocess", "gather", "host_to_device", "forward", "device_to_host", "postprocess")
+# Returns the present values by the family's own label, "" where it has none.
+Read: TypeAlias = "Callable[[Publisher], Mapping[str, float]]"
 
 
 class Family(NamedTuple):
@@ -49,7 +44,7 @@ class Family(NamedTuple):
     Attributes:
         name: the Prometheus name.
         doc: a description; Triton's HELP.
-        read: returns the present values.
+        read: returns the present values; empty: the instance has no series.
         label: the label that it has beside those of the model or the instance; empty: none.
     """
 
@@ -66,100 +61,62 @@ class Family(NamedTuple):
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of its labels."""
+        # Without `model_instance`, all instances of a model add to one series. The label `instance`
+        # is reserved by Prometheus.
         instance = () if self.grows else ("model_instance",)
-        return (*_MODEL, *instance, *([self.label] if self.label else []))
+        return ("model", "version", *instance, *([self.label] if self.label else []))
 
 
-def _requests(of: Publisher) -> Values:
-    # These exist from the beginning, so that Prometheus sees the first count as an increase.
-    return dict.fromkeys(CODES, 0) | of.engine.counts.requests
+def _counter(field: str, doc: str, label: str = "", labels: Iterable[str] = ()) -> Family:
+    """Return the row of a field of `Counts`, which is a dict if the family has a label.
+
+    Series of `labels` exist from the beginning: Prometheus sees the first count as an increase.
+    """
+
+    def read(of: Publisher) -> Mapping[str, float]:
+        count = getattr(of.engine.counts, field)
+        return dict.fromkeys(labels, 0) | count if label else {"": count}
+
+    return Family(f"pytorch_py_{field}_total", doc, read, label)
 
 
-def _stage_seconds(of: Publisher) -> Values:
-    stages = ["gather", "host_to_device", "forward", "device_to_host"]
-    if of.engine.hooks is not None:
-        stages += ["preprocess", "postprocess"]
-    return {stage: getattr(of.engine.counts, f"{stage}_seconds") for stage in stages}
-
-
-def _compile_cache(of: Publisher) -> Values:
-    return {"hit": 0, "miss": 0} | of.engine.counts.compile_cache if of.engine.compiles else {}
-
-
-def _stepped_streams(of: Publisher) -> Values:
-    stepped = of.streams.stepped if of.streams is not None else None
-    return {"": stepped} if stepped is not None else {}
-
-
-def _counted(field: str, applies: Callable[[Publisher], bool] = lambda _: True) -> Read:
-    """Return the function that reads a field of `Counts`, if it applies to the model."""
-    return lambda of: {"": getattr(of.engine.counts, field)} if applies(of) else {}
-
-
-def _fills_rows(of: Publisher) -> bool:
-    rows = of.engine.rows
-    return of.engine.padding is not None or bool(rows.buckets) or rows.least > 1
-
-
-def _compiles(of: Publisher) -> bool:
-    return of.engine.compiles
-
-
-TABLE = (
-    Family(
-        "pytorch_py_requests_total",
+TABLE: tuple[Family, ...] = (
+    _counter(
+        "requests",
         "Requests that were answered, by the code of the response; OK for those without an error",
-        _requests,
         "code",
+        CODES,
     ),
     Family(
         "pytorch_py_stage_seconds_total",
         "Seconds that successful batches spent in a stage",
-        _stage_seconds,
+        lambda of: {stage: getattr(of.engine.counts, f"{stage}_seconds") for stage in _STAGES},
         "stage",
     ),
-    Family(
-        "pytorch_py_rows_total",
-        "Rows in calls of the model, including rows that fill a bucket",
-        _counted("rows", _fills_rows),
+    _counter("rows", "Rows in calls of the model, including rows that fill a bucket"),
+    _counter("filled_rows", "Rows that only fill a bucket"),
+    _counter("retried_rows", "Rows, or streams, that were run again because their batch failed"),
+    _counter(
+        "compiled_graphs", "Graphs that torch.compile compiled, or found in its cache, before READY"
     ),
-    Family(
-        "pytorch_py_filled_rows_total",
-        "Rows that only fill a bucket",
-        _counted("filled_rows", _fills_rows),
-    ),
-    Family(
-        "pytorch_py_retried_rows_total",
-        "Rows, or streams, that were run again because their batch failed",
-        _counted("retried_rows"),
-    ),
-    Family(
-        "pytorch_py_compiled_graphs_total",
-        "Graphs that torch.compile compiled, or found in its cache, before READY",
-        _counted("compiled_graphs", _compiles),
-    ),
-    Family(
-        "pytorch_py_compile_cache_total",
+    _counter(
+        "compile_cache",
         "Starts that found compiled graphs of an earlier start (hit), or had to compile (miss)",
-        _compile_cache,
         "result",
+        ("hit", "miss"),
     ),
-    Family(
-        "pytorch_py_eager_calls_total",
-        "Calls after READY that needed a new graph and ran eagerly",
-        _counted("eager_calls", _compiles),
-    ),
-    Family(
-        "pytorch_py_stream_responses_total",
-        "Responses of streams, without errors",
-        _counted("responses", lambda of: of.streams is not None),
-    ),
+    _counter("eager_calls", "Calls after READY that needed a new graph and ran eagerly"),
+    _counter("stream_responses", "Responses of streams, without errors"),
     Family(
         "pytorch_py_live_streams",
         "Streams of responses that have begun and not ended",
         lambda of: {} if of.streams is None else {"": of.streams.live},
     ),
-    Family("pytorch_py_stepped_streams_total", "Streams in calls of step()", _stepped_streams),
+    Family(
+        "pytorch_py_stepped_streams_total",
+        "Streams in calls of step()",
+        lambda of: {} if of.streams is None else {"": of.streams.stepped or 0},
+    ),
     Family(
         "pytorch_py_sequences",
         "Sequences whose states are kept",
@@ -199,10 +156,9 @@ class Publisher:
         self.status: InstanceStatus = status
         self.streams: Streams | None = None
         self.sequences: Sequences | None = None
-        # Triton's metrics, by the name of the family and the value of its own label.
-        self._metrics: dict[tuple[str, str], Any] = {}
-        self._before: dict[tuple[str, str], float] = {}  # their last values
-        self._publishes = True
+        self._table = TABLE  # empty once Triton has refused a value
+        # Triton's metrics and their last values, by the family's name and the value of its label.
+        self._series: dict[tuple[str, str], tuple[Any, float]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
@@ -220,50 +176,40 @@ class Publisher:
     def publish(self) -> None:
         """Publish all current values; the last time if Triton refuses one."""
         try:
-            for row in TABLE:
-                self._publish(row)
+            for row in self._table:
+                # Gauges without a value any more become 0: all, once the instance has ended.
+                labels = [label for name, label in self._series if name == row.name]
+                ended = self._closed.is_set() and not row.grows
+                values = {} if ended else row.read(self)
+                for label, value in {**dict.fromkeys(labels, 0.0), **values}.items():
+                    self._publish(row, label, value)
         except Exception as error:
             log.warning("no more metrics are published: %s.", summarize(error))
-            self._publishes = False
+            self._table = ()
 
-    def _publish(self, row: Family) -> None:
-        # Gauges without a value any more become 0: all of them, once the instance has ended.
-        values = dict.fromkeys(
-            [label for name, label in self._metrics if name == row.name and not row.grows], 0.0
-        )
-        if row.grows or not self._closed.is_set():
-            values.update(row.read(self))
-        for label, value in values.items():
-            logs.end_if_orphaned()
-            self._set(row, label, value)
-            time.sleep(0)  # release the GIL for a request
-
-    def _set(self, row: Family, label: str, value: float) -> None:
-        series = row.name, label
-        if series not in self._metrics:
-            self._metrics[series] = self._create(row, label)
-        before = self._before.get(series, 0.0 if row.grows else math.nan)
+    def _publish(self, row: Family, label: str, value: float) -> None:
+        logs.end_if_orphaned()
+        key = row.name, label
+        if key not in self._series:
+            self._series[key] = self._create(row, label), 0.0 if row.grows else math.nan
+        metric, before = self._series[key]
         if row.grows and value > before:
-            self._metrics[series].increment(value - before)
+            metric.increment(value - before)
         # Also the same value: an instance of the same name that ended since, as in a reload without
         # a pause, has set it to 0. A 0 is set once: a server that ends meanwhile never answers.
         elif not row.grows and (value or before):
-            self._metrics[series].set(value)
-        self._before[series] = value
+            metric.set(value)
+        self._series[key] = metric, value
+        time.sleep(0)  # release the GIL for a request
 
     def _create(self, row: Family, label: str) -> Any:
         """Return Triton's metric for a family and the value of its own label."""
         config = self.engine.config
-        known = {
-            "model": config.name,
-            "version": config.version,
-            "model_instance": config.instance,
-            row.label: label,
-        }
+        values = (config.name, config.version, *([] if row.grows else [config.instance]), label)
         kinds = pb_utils.MetricFamily
         kind = kinds.COUNTER if row.grows else kinds.GAUGE
         family = kinds(name=row.name, description=row.doc, kind=kind)
-        metric = family.Metric(labels={name: known[name] for name in row.labels})
+        metric = family.Metric(labels=dict(zip(row.labels, values, strict=False)))
         # Never freed, not even when the process ends: some servers then free memory that other
         # instances of the model still use, and crash (triton-inference-server/server#8663).
         for leaked in (family, metric):
@@ -275,5 +221,4 @@ class Publisher:
         while not closed:
             closed = self._closed.wait(_SECONDS)
             logs.end_if_orphaned()
-            if self._publishes:
-                self.publish()
+            self.publish()

@@ -172,7 +172,7 @@ class _Client:
         except Exception as error:
             raise OutputError(f"the outputs cannot be sent: {summarize(error)}") from error
         self.ended = last
-        self._engine.counts.responses += 1
+        self._engine.counts.stream_responses += 1
         return True
 
     def end(self, error: BackendError | None) -> None:

@@ -53,7 +53,7 @@ class Counts:
         eager_calls: calls that ran without a graph because none was compiled for them.
         compiled_graphs: graphs that were compiled or loaded from the cache before READY.
         compile_cache: loads, by whether the compile cache had an entry: hit or miss.
-        responses: responses of streams.
+        stream_responses: responses of streams.
         preprocess_seconds: the time of successful batches in this stage; likewise below.
     """
 
@@ -64,7 +64,7 @@ class Counts:
     eager_calls: int = 0
     compiled_graphs: int = 0
     compile_cache: dict[str, int] = field(default_factory=dict)
-    responses: int = 0
+    stream_responses: int = 0
     preprocess_seconds: float = 0.0
     gather_seconds: float = 0.0
     host_to_device_seconds: float = 0.0
