@@ -130,7 +130,7 @@ def parameters(item: Item) -> Parameters:
     return item.parameters if isinstance(item, RequestItem) else _NO_PARAMETERS
 
 
-def trace_context(items: Sequence[Item]) -> AbstractContextManager[object]:
+def trace_context(items: Sequence[object]) -> AbstractContextManager[object]:
     """Return the context of the first item of a traced request; an empty one without any."""
     for item in items:
         if isinstance(item, RequestItem) and item.context is not None:

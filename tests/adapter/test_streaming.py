@@ -232,7 +232,7 @@ def test_a_response_that_cannot_be_sent_ends_the_stream(
 
 
 def test_the_number_of_streams_is_limited(tmp_path: Path) -> None:
-    """execute() waits; who leaves meanwhile gets no step."""
+    """execute() waits."""
     served = Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
     first, second, left, last = (served.request(_X) for _ in range(4))
     served.model.execute([first, second])
@@ -242,12 +242,33 @@ def test_the_number_of_streams_is_limited(tmp_path: Path) -> None:
     assert waiting.is_alive()
     left.sender.cancelled = first.sender.cancelled = True
     waiting.join(_SECONDS)
-    (refused,) = ended(left)
-    assert refused.error().code() == fake_triton.TritonError.CANCELLED
+    assert ended(left)[-1].error().code() == fake_triton.TritonError.CANCELLED
     until(lambda: last.sender.responses)
     for request in (second, last):
         request.sender.cancelled = True
         ended(request)
+
+
+def test_a_stream_that_waits_is_idle_and_one_that_blocks_is_busy(tmp_path: Path) -> None:
+    """EXECUTION_TIMEOUT_MS limits what blocks."""
+    free = tmp_path / "free"
+    code = (
+        "import asyncio\nimport os\n\n\nasync def forward(x):\n    yield x\n"
+        f"    while x > 2 and not os.path.exists({str(free)!r}):\n        pass\n    {_WAITS}\n"
+    )
+    served = Served(tmp_path, _model(code))
+    status, clients = served.model._status, [served.request({"x": streamed.floats(2)})]
+    served.model.execute(clients)
+    until(lambda: clients[0].sender.responses)
+    until(lambda: status.running_seconds() == 0)
+    clients.append(served.request({"x": streamed.floats(3)}))
+    served.model.execute(clients[1:])
+    until(lambda: status.running_seconds() > 3 * streaming._POLL_S)
+    free.touch()
+    until(lambda: status.running_seconds() == 0)
+    for client in clients:
+        client.sender.cancelled = True
+        ended(client)
 
 
 def test_the_end_of_an_instance_ends_its_streams_with_503(tmp_path: Path) -> None:

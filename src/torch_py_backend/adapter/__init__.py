@@ -143,7 +143,7 @@ class TritonPythonModel:
         engine.failures.on_call = self._status.busy
         engine.failures.on_fatal = self._on_fatal
         if settings.decoupled:
-            self._streaming = streaming.Streaming(engine, self._status.idle)
+            self._streaming = streaming.Streaming(engine, self._status)
             self._modes.callback(self._streaming.close)
             publisher.streams = self._streaming.streams
         else:

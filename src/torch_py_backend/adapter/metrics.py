@@ -115,7 +115,7 @@ TABLE: tuple[Family, ...] = (
     Family(
         "pytorch_py_stepped_streams_total",
         "Streams in calls of step()",
-        lambda of: {} if of.streams is None else {"": of.streams.stepped or 0},
+        lambda of: {} if of.streams is None else {"": of.streams.stepped},
     ),
     Family(
         "pytorch_py_sequences",

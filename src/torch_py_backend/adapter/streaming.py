@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import selectors
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton_python_backend_utils as pb_utils
@@ -24,39 +25,34 @@ from torch_py_backend.errors import (
     summarize,
 )
 from torch_py_backend.pipeline.failures import reported
-from torch_py_backend.pipeline.run import OK
-from torch_py_backend.values import Item
+from torch_py_backend.pipeline.run import OK, Entry
+from torch_py_backend.processes.instance_status import InstanceStatus
 
 # How long `close` waits for the thread.
 _SECONDS_TO_END = 10.0
 # The interval of queries whether the client of a stream has gone.
 _POLL_S = 0.1
-# A query takes 26 microseconds. At this interval for each live stream, all take a twentieth of the
-# time.
-_POLL_OF_EACH_S = 20 * 26e-6
 
 
 class Streaming:
     """Answers the requests of one instance with streams of responses.
 
-    Only the thread of the streams uses the engine, its failures and its counts.
+    Only the thread of the streams calls the model and counts.
 
     Attributes:
         streams: the live streams.
 
     Args:
-        on_idle: called whenever none of the model's code runs any more.
+        status: is idle while the event loop waits.
     """
 
-    def __init__(self, engine: Engine, on_idle: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, status: InstanceStatus) -> None:
         self._engine = engine
         self._read = tracing.traced(messages.read_kept) or messages.read_kept
-        # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
-        self.streams = Streams(engine, on_idle)
+        self.streams = Streams(engine)
         self._live: set[_Client] = set()
-        self._closed = False
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop(_Selector(status))
         # The thread count is thread-local: a new thread starts with torch's default.
         self._thread = threading.Thread(
             target=self._drive, args=(torch.get_num_threads(),), name="streams", daemon=True
@@ -64,24 +60,25 @@ class Streaming:
         self._thread.start()
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Start a stream for each request; wait while there are too many."""
+        """Start a stream for each request; wait while there are too many.
+
+        Meanwhile, Triton queues requests or sends them to other instances.
+        """
         for request in requests:
-            client = _Client(self._engine, request)
+            entry: Entry
             try:
-                (item,) = self._read((request,))
+                (entry,) = self._read((request,))
             except Exception as error:  # from Triton's utilities, or because of a lost device
-                self._loop.call_soon_threadsafe(self._refuse, error, client)
-                continue
-            waits = not self._slots.acquire(blocking=False) and self._slots.acquire()
-            with values.trace_context((item,)):  # which the stream's task keeps
-                asyncio.run_coroutine_threadsafe(self._serve(item, client, waits), self._loop)
+                entry = self._engine.failures.unreadable(error)
+            self._slots.acquire()
+            stream = self._serve(entry, _Client(self._engine, request))
+            with values.trace_context((entry,)):  # which the stream's task keeps
+                asyncio.run_coroutine_threadsafe(stream, self._loop)
 
     def close(self) -> None:
-        """End the live streams with an error, in bounded time. May be called twice."""
-        if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # the loop is closing already
-                self._loop.call_soon_threadsafe(self._stop)
-            self._thread.join(_SECONDS_TO_END)
+        """End the live streams with an error, in bounded time."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_SECONDS_TO_END)
 
     # --- in the thread of the streams --------------------------------------------------------
 
@@ -90,30 +87,19 @@ class Streaming:
         torch.set_num_threads(threads)
         runtime.make_current(self._engine.device)
         with runtime.mode(self._engine.config.options):
-            while not self._closed:
+            while True:
                 # asyncio lets them through, from a task that the model has started.
                 with contextlib.suppress(KeyboardInterrupt, SystemExit):
                     self._loop.run_forever()
+                    break
             self._loop.run_until_complete(self._finish())
         self._loop.close()
 
-    def _stop(self) -> None:
-        """End `run_forever`, but not `_finish`, which may run already."""
-        if not self._closed:
-            self._closed = True
-            self._loop.stop()
-
-    def _refuse(self, error: Exception, client: _Client) -> None:
-        client.end(self._engine.failures.unreadable(error))
-
-    async def _serve(self, item: Item, client: _Client, waited: bool) -> None:  # noqa: FBT001
+    async def _serve(self, entry: Entry, client: _Client) -> None:
         client.task = asyncio.current_task()
         self._live.add(client)
-        if waited:
-            self._watch(client)
-        else:
-            self._loop.call_later(_POLL_S, self._watch, client)
-        error = client.refusal or await self.streams.run(item, client.send)
+        self._loop.call_later(_POLL_S, self._watch, client)
+        error = await self.streams.run(entry, client.send)
         self._live.remove(client)
         self._slots.release()
         client.end(client.refusal or error)
@@ -130,8 +116,8 @@ class Streaming:
             if client.sender.is_cancelled() and client.task is not None:
                 client.refusal = CancelledError("in mid-stream")
                 client.task.cancel()
-        interval = max(_POLL_S, _POLL_OF_EACH_S * len(self._live))
-        self._loop.call_later(interval, self._watch, client)
+        # A query takes 26 microseconds: those of all streams take a twentieth of the time.
+        self._loop.call_later(max(_POLL_S, len(self._live) / 2000), self._watch, client)
 
     async def _finish(self) -> None:
         """End the streams, and the tasks that the model has started."""
@@ -143,7 +129,20 @@ class Streaming:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await self._loop.shutdown_asyncgens()
+
+
+class _Selector(selectors.DefaultSelector):
+    """The selector of an event loop, which runs the model's code between two waits."""
+
+    def __init__(self, status: InstanceStatus) -> None:
+        super().__init__()
+        self._status = status
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._status.idle()
+        events = super().select(timeout)
+        self._status.busy()
+        return events
 
 
 class _Client:
@@ -176,10 +175,8 @@ class _Client:
         return True
 
     def end(self, error: BackendError | None) -> None:
-        """End the stream for the client, if it has not ended; log the error."""
-        if self.ended:
-            error = None
-        else:
+        """Send the final response, unless the last one was it; log the error."""
+        if not self.ended:
             self.ended = True
             with contextlib.suppress(Exception):  # Triton has closed its side
                 self._send(error, True)  # noqa: FBT003
