@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Client, Listener
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import torch
@@ -51,14 +52,11 @@ def mapped(config: ModelConfig, loaded: Loaded) -> Mapped:
         [] if owner is None else owner.state_dict(keep_vars=True).values()
     )
     is_copied = loaded.kind is ArtifactType.AOTI or config.options.freezes
-    is_shared = requested(config) or (weights.shared == weights.total and not is_copied)
+    is_shared = not is_copied and (requested(config) or weights.shared == weights.total)
     if config.options.enable_weight_sharing and not is_shared:
-        raise ConfigError(
-            f"ENABLE_WEIGHT_SHARING is true, and the weights ({weights} in mapped files) are copied"
-            " into each instance",
-            expected="an uncompressed file whose values neither the module nor OPTIMIZE nor"
-            " freezing converts",
-            cure="Remove ENABLE_WEIGHT_SHARING, or what stands in the way.",
+        raise not_shared_error(
+            f"{weights} are in mapped files. That takes an uncompressed file whose values neither"
+            " the module nor OPTIMIZE nor freezing converts"
         )
     return weights
 
@@ -121,11 +119,9 @@ class SharedWeights:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None) -> None:
-        if config.kind == "MODEL" or device is None:
+        if device is None:
             raise not_shared_error("the instance is KIND_MODEL: the model places itself")
-        if config.options.freezes:
-            raise not_shared_error("freezing makes them constants of each instance's own graph")
-        self._config, self._device = config, device
+        self._instance, self._device = config.instance, device
         key = f"{config.version_folder.resolve()} {device}"
         self._socket = private_files.server_path(config.name, key)
         # An address has at most 107 characters, so the folder is named by a descriptor, kept open.
@@ -134,27 +130,28 @@ class SharedWeights:
         self._listener: Listener | None = None
         self._owner: tuple[int, str] | None = None  # its process ID and the start of the process
         self._weights: Mapping[str, Tensor] = {}
-        self._connect()
-
-    @property
-    def owns(self) -> bool:
-        return self._owner is None
+        # No instance owns the weights, or one of an earlier load does.
+        with contextlib.suppress(OSError, EOFError), Client(self._address) as owner:
+            owner.send(self._instance)
+            # A process that the owner forked, before it ended, may keep the socket open.
+            if owner.poll(_ANSWER_S):
+                self._owner, self._weights = owner.recv()
+        self.owns = self._owner is None
 
     def share(self, module: nn.Module | None) -> None:
         """Share the weights of a module from now on; those of a sharer may still be on the CPU.
 
         Raises:
-            ConfigError: the module has none.
+            ConfigError: the module has none, or their memory cannot be shared.
         """
-        if module is None or not named(module):
+        if module is None:
             raise not_shared_error("the model exposes none")
         if self.owns:
-            self._offer(module)
+            self._offer(named(module))
             return
         for name, tensor in named(module).items():
             # In place, as Module.to() does it, which would copy the weights of RNNs once more.
-            mapped = self._weights.get(name)
-            tensor.data = tensor.to(self._device) if mapped is None else mapped
+            tensor.data = self._weights.get(name, tensor).to(self._device)
 
     def lost(self) -> bool:
         """Return whether the owner of the weights has ended."""
@@ -163,65 +160,49 @@ class SharedWeights:
     def close(self) -> None:
         """Withdraw the offer. May be called twice."""
         if self._listener is not None:
-            with contextlib.suppress(FileNotFoundError):  # the owner of an earlier load removed it
+            with contextlib.suppress(FileNotFoundError):  # the owner of a later load removed it
                 self._listener.close()
 
-    def _connect(self) -> None:
-        """Get the tensors of the owner; without an owner, this instance becomes it."""
-        try:
-            with Client(self._address) as owner:
-                owner.send(self._config.instance)
-                # A process that the owner forked, before it ended, may keep the socket open.
-                if not owner.poll(_ANSWER_S):
-                    return
-                received = owner.recv()
-        except (OSError, EOFError):  # no instance owns the weights, or one of an earlier load
-            return
-        if isinstance(received, str):
-            raise not_shared_error(received)
-        self._owner, self._weights = received
-
-    def _offer(self, module: nn.Module) -> None:
+    def _offer(self, weights: Mapping[str, Tensor]) -> None:
+        offered = {
+            name: weight.detach()
+            for name, weight in weights.items()
+            if weight.device == self._device
+        }
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        try:
+            ForkingPickler.dumps(offered)
+        except Exception as error:  # such as memory that the driver does not export
+            raise not_shared_error(summarize(error)) from error
         # Of an owner of an earlier load, or one that has ended.
         self._socket.unlink(missing_ok=True)
         self._listener = Listener(self._address)
         threading.Thread(
-            target=self._serve, args=(self._listener, module), name="weights", daemon=True
+            target=self._serve, args=(self._listener, offered), name="weights", daemon=True
         ).start()
-        log.info("'%s' owns the weights.", self._config.instance)
         if instance_status.VARIABLE not in os.environ:
             log.warning(
                 "if '%s' ends, the other instances answer 503 until the model is loaded"
                 " again. `torch-py-backend serve` does that.",
-                self._config.instance,
+                self._instance,
             )
 
-    def _serve(self, listener: Listener, module: nn.Module) -> None:
+    def _serve(self, listener: Listener, offered: Mapping[str, Tensor]) -> None:
         """Send the weights to each other instance of this load, as long as this process lives.
 
         Names of instances that were served belong to a later load, which gets an owner of its own.
         """
         identity = os.getpid(), procfs.start_time(os.getpid())
-        weights = {
-            name: weight.detach()
-            for name, weight in named(module).items()
-            if weight.device == self._device
-        }
-        served = {self._config.instance}
+        served = {self._instance}
         with contextlib.suppress(OSError):  # the offer is withdrawn
             while True:
                 sharer = listener.accept()
                 with contextlib.suppress(OSError, EOFError), sharer:
                     name = sharer.recv()
-                    if name in served:
-                        continue
-                    try:
-                        sharer.send((identity, weights))
+                    if name not in served:
+                        sharer.send((identity, offered))
                         served.add(name)
-                    except Exception as error:  # such as memory that the driver does not export
-                        sharer.send(summarize(error))
 
 
 def named(module: nn.Module) -> dict[str, Tensor]:
