@@ -36,7 +36,7 @@ def make_state(
 
 
 def config(*states: State, controls: Sequence[ControlInput] = (), **overrides: Any) -> ModelConfig:
-    sequencing = SequenceConfig(IDLE_S, tuple(controls), states)
+    sequencing = SequenceConfig(IDLE_S, tuple(controls), states, True, 8)
     plain = build.config(sequencing=sequencing, **overrides)
     inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in states)
     names = {spec.name for spec in plain.outputs}

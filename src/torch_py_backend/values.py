@@ -76,7 +76,7 @@ class Step(NamedTuple):
         id: the correlation ID; 0 or an empty string: the request only fills a slot.
         starts: whether it is the first step.
         ends: whether it is the last step.
-        error: why the request cannot be read; its item then has only the controls.
+        error: why the request cannot be read; its item is then empty.
     """
 
     id: int | str

@@ -165,27 +165,25 @@ class Spoken(nn.Module):
 
 
 @pytest.mark.parametrize("unread", [True, False], ids=["unreadable", "no UTF-8"])
-def test_a_refused_request_keeps_its_slot(unread: bool, tmp_path: Path) -> None:
-    """It only fills its slot, and begins its sequence: those of others keep their slots' state."""
+def test_a_batch_with_a_refused_request_is_not_run(unread: bool, tmp_path: Path) -> None:
+    """A row less would shift the slots of the others, which are sent again."""
     loaded = Loaded(tmp_path, Spoken, _DIRECT + scenarios.tensor("input", "text", [1], "STRING"))
-    refused = TritonError.INVALID_ARG
+    other, refused = TritonError.UNAVAILABLE, TritonError.INVALID_ARG
 
-    def request(value: float, flags: str = "", text: bytes = b"a") -> Any:
+    def request(value: float, flags: str = "", *, good: bool = True) -> Any:
         sent = loaded.step(value, flags)
+        text = b"a" if good or unread else b"\xff"
         texts = fake_triton.Tensor("text", np.array([[text]], dtype=np.object_))
-        return fake_triton.InferenceRequest([*sent.inputs(), texts], turn=sent._turn)
-
-    def bad(flags: str = "") -> Any:
-        sent = request(20, flags, b"a" if unread else b"\xff")
-        broken = [_Unreadable("x", sent.inputs()[0].as_numpy())] if unread else sent.inputs()[:1]
-        return fake_triton.InferenceRequest([*broken, *sent.inputs()[1:]], turn=sent._turn)
+        x, *controls = sent.inputs()
+        if unread and not good:
+            x = _Unreadable("x", x.as_numpy())
+        return fake_triton.InferenceRequest([x, *controls, texts], turn=sent._turn)
 
     assert loaded.run(request(1, "s"), request(2, "s"), request(3, "s")) == [1, 2, 3]
-    assert loaded.run(request(10), bad(), request(30)) == [11, refused, 33]
-    assert loaded.run(request(1), bad(), bad()) == [12, refused, refused]
-    assert loaded.run(bad(), bad(), bad()) == [refused] * 3
-    assert loaded.run(bad("s"), request(100), request(100)) == [refused, 102, 133]
-    assert loaded.run(request(5), request(0), request(0)) == [5, 102, 133]
+    for flags in ("", "s"):
+        sent = request(10), request(20, flags, good=False), request(30)
+        assert loaded.run(*sent) == [other, refused, other]
+    assert loaded.run(request(10), request(20), request(30)) == [11, 22, 33]
 
 
 @pytest.mark.parametrize("slots", [True, False])

@@ -124,22 +124,22 @@ def test_schedulers_are_triton_s(
 
 
 @pytest.mark.parametrize(
-    ("control", "dtype", "idle"),
+    ("control", "dtype"),
     [
-        ({"int32_false_true": [0, 1]}, "INT32", None),
-        ({"bool_false_true": [False, True]}, "BOOL", None),
-        ({"kind": "CONTROL_SEQUENCE_READY", "fp32_false_true": [-1, 1]}, "FP32", -1),
-        ({"data_type": "TYPE_UINT64"}, "UINT64", None),
-        ({"data_type": "TYPE_STRING"}, "BYTES", None),
+        ({"int32_false_true": [0, 1]}, "INT32"),
+        ({"bool_false_true": [False, True]}, "BOOL"),
+        ({"fp32_false_true": [-1, 1]}, "FP32"),
+        ({"data_type": "TYPE_UINT64"}, "UINT64"),
+        ({"data_type": "TYPE_STRING"}, "BYTES"),
     ],
 )
-def test_controls(control: dict[str, Any], dtype: str, idle: float | None) -> None:
-    """The type of a control follows from the values that are set; READY has one for no request."""
+def test_controls(control: dict[str, Any], dtype: str) -> None:
+    """The type of a control follows from the values that are set."""
     empty = {"int32_false_true": [], "fp32_false_true": [], "data_type": "TYPE_INVALID"}
     entry = {"name": "c", "control": [{**empty, **control}]}
     sequencing = parsed(sequence_batching={"control_input": [entry]}).sequencing
     assert sequencing is not None
-    assert sequencing.controls == (ControlInput("c", dtypes.from_triton(dtype), idle),)
+    assert sequencing.controls == (ControlInput("c", dtypes.from_triton(dtype)),)
 
 
 @pytest.mark.parametrize(

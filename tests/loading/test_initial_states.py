@@ -37,8 +37,8 @@ def test_bytes_of_data_file_are_the_values(
 @pytest.mark.parametrize(
     ("dtype", "content", "message"),
     [
-        ("FP32", b"1234567", "holds 7 bytes; expected 8 bytes"),
-        ("BYTES", b"\2\0\0\0ab\5\0\0\0", "holds 1 string; expected 2 strings"),
+        ("FP32", b"1234567", "greater than actual buffer length (7 bytes)"),
+        ("BYTES", b"\2\0\0\0ab\5\0\0\0", "array of size 1 into shape (2,)"),
     ],
 )
 def test_a_file_that_is_too_short_is_refused(

@@ -20,7 +20,7 @@ from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.config.sequence_config import ControlInput
 from torch_py_backend.engine import warmup
-from torch_py_backend.errors import ForwardError, InputError, OutputError
+from torch_py_backend.errors import ForwardError, InputError, OutputError, UnavailableError
 from torch_py_backend.pipeline.sequences import GRACE_S
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.values import Item, RequestItem, Step
@@ -39,11 +39,16 @@ def test_steps_share_a_call_and_slot_fillers_are_not_run() -> None:
     module.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[0]))
     served = Served(config(make_state()), module)
     assert served.send(step(1, 1, "s"), step(2, 10, "s"), step("1", 100, "s")) == [1, 10, 100]
-    assert served.send(step("1", 100), step(0, 9, "s"), step(1, 1), step("", 9)) == [200, {}, 2, {}]
+    first, filler, second, other = served.send(
+        step("1", 100), step(0, 9, "s"), step(1, 1), step("", 9)
+    )
+    assert (first, second) == (200, 2)
+    assert isinstance(filler, UnavailableError)
+    assert filler is other
     assert len(served.states) == 3
     assert served.send(step(2, 10, "e"), step(1, 1, "e")) == [20, 3]
     assert len(served.states) == 1
-    assert served.send(step(0, 9)) == [{}]
+    assert served.send(step(0, 9)) == [filler]
     assert calls == [3, 2, 2]
 
 

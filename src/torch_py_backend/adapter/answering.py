@@ -38,14 +38,14 @@ class Answering:
         self._failures, self._counts, self._model = engine.failures, engine.counts, config.name
         self._last_seconds = 0.0  # of the last batch
         self._in_sequences = config.sequencing is not None
-        read, steps = messages.reader(engine)
+        read = messages.reader(engine)
         traced = tracing.traced(read)
         self._read = traced or read
-        self.sequences = steps if isinstance(steps, Sequences) else None
+        self.sequences = Sequences(config, engine.device) if config.states else None
         # A writer counts all requests, also those that only fill a slot of a sequence.
         outputs = [spec.name for spec in config.outputs]
         writer = None if self._in_sequences else messages.writer(outputs)
-        self._run = engine.pipeline(writer, steps, traced=traced is not None)
+        self._run = engine.pipeline(writer, self.sequences, traced=traced is not None)
 
     def answer(self, requests: Sequence[Request]) -> Sequence[Response]:
         """Return one response for each request, in order."""

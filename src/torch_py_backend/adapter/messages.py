@@ -16,8 +16,7 @@ from torch.utils import dlpack
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, named, printable
-from torch_py_backend.pipeline import batches, sequences
-from torch_py_backend.pipeline.sequences import Sequences, Slots
+from torch_py_backend.pipeline import batches
 from torch_py_backend.values import Item, RequestItem, Step, Value
 
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
@@ -64,18 +63,16 @@ def read_with_parameters(requests: Sequence[Request]) -> list[Item]:
     ]
 
 
-def reader(engine: Engine) -> tuple[Read, Sequences | Slots | None]:
-    """Return the function that reads a model's requests, and the stages of its sequences."""
-    steps: Sequences | Slots | None = None
-    read_items: Read = read
+def reader(engine: Engine) -> Read:
+    """Return the function that reads a model's requests."""
     if engine.config.sequencing is not None:
-        read_items, steps = _sequence_reader(engine)
+        return _sequence_reader(engine)
     # Reading parameters takes time, so do it only for hooks that take them.
-    elif engine.hooks is not None and engine.hooks.takes_parameters:
-        read_items = read_with_parameters
-    elif engine.host_inputs and all(spec.dtype.numpy for spec in engine.config.inputs):
-        read_items = read_numbers
-    return read_items, steps
+    if engine.hooks is not None and engine.hooks.takes_parameters:
+        return read_with_parameters
+    if engine.host_inputs and all(spec.dtype.numpy for spec in engine.config.inputs):
+        return read_numbers
+    return read
 
 
 def read_kept(requests: Sequence[Request]) -> list[Item]:
@@ -92,44 +89,45 @@ def read_kept(requests: Sequence[Request]) -> list[Item]:
     return items
 
 
-def _sequence_reader(engine: Engine) -> tuple[Read, Sequences | Slots | None]:
-    """Return the function that reads requests of sequences, and the stages that these need.
+def _sequence_reader(engine: Engine) -> Read:
+    """Return the function that reads requests of sequences.
 
     If the config has no states (the model keeps its own, by CORRID or by the position in the
     batch), all requests are run as they come, including those that only fill a slot.
     """
     config = engine.config
-    steps: Sequences | Slots | None = None
-    if config.states:
-        steps = Sequences(config, engine.device)
-    elif config.keeps_slots:
-        steps = Slots(config, engine.inputs.admit)
-    sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
-    controls = [spec.name for spec in config.inputs if spec.origin is Origin.CONTROL]
+    # Not states, for which Triton passes uninitialized memory.
+    inputs = [spec for spec in config.inputs if spec.origin is not Origin.STATE]
     starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
     ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
-    def tensors(request: Request, names: Sequence[str]) -> Item:
-        # Not of states, for which Triton passes uninitialized memory.
-        found = ((name, pb_utils.get_input_tensor_by_name(request, name)) for name in names)
-        return {name: read_tensor(tensor) for name, tensor in found if tensor is not None}
-
     def read_one(request: Request) -> Item:
-        """Return a request's item with its step, which also has the error of reading it."""
+        """Return a request's item with its step, which has the error of a state's request."""
         flags, name = request.flags(), request.correlation_id()
         step = Step(name, bool(flags & starts), bool(flags & ends))
+        item: Item = {}
         try:
-            item = tensors(request, [*sent, *controls])
+            for spec in inputs:
+                tensor = pb_utils.get_input_tensor_by_name(request, spec.name)
+                if tensor is not None:
+                    value = item[spec.name] = read_tensor(tensor)
+                    if not name and spec.origin is Origin.CLIENT:
+                        _blank(value)
         except Exception as error:
-            if steps is None:
+            if not config.states:
                 raise
-            step = step._replace(error=engine.failures.unreadable(error))
-            item = tensors(request, controls)
-        if not name:
-            sequences.blank(item, sent)
+            step, item = step._replace(error=engine.failures.unreadable(error)), {}
         return RequestItem(item, step=step)
 
-    return lambda requests: list(map(read_one, requests)), steps
+    return lambda requests: list(map(read_one, requests))
+
+
+def _blank(value: Any) -> None:
+    """Zero an input of a request that only fills a slot: its memory is uninitialized."""
+    if isinstance(value, Tensor):
+        value.zero_()
+    else:
+        value.fill(b"" if value.dtype.hasobject else 0)
 
 
 def read_tensor(tensor: Any) -> Any:

@@ -35,15 +35,10 @@ class State(NamedTuple):
 
 
 class ControlInput(NamedTuple):
-    """An input with which Triton's sequence scheduler signals START, END, READY or CORRID.
-
-    Attributes:
-        idle: the value of a READY for a slot without a request; None: it is another control.
-    """
+    """An input with which Triton's sequence scheduler signals START, END, READY or CORRID."""
 
     name: str
     dtype: DType
-    idle: float | None = None
 
 
 class SequenceConfig(NamedTuple):
@@ -58,8 +53,8 @@ class SequenceConfig(NamedTuple):
     idle_s: float
     controls: tuple[ControlInput, ...]
     states: tuple[State, ...]
-    direct: bool = True
-    most: int | None = None
+    direct: bool
+    most: int
 
 
 def parse(document: Document) -> SequenceConfig | None:
@@ -86,9 +81,7 @@ def _control(entry: Document) -> ControlInput:
     name = entry["name"]
     for key, dtype in _BOOLEANS.items():
         if control.get(key):
-            ready = control.get("kind") == "CONTROL_SEQUENCE_READY"
-            idle = float(control[key][0]) if ready else None
-            return ControlInput(name, dtypes.from_triton(dtype), idle)
+            return ControlInput(name, dtypes.from_triton(dtype))
     corrid = dtypes.parse(f"the control input '{name}'", control.get("data_type", "TYPE_INVALID"))
     return ControlInput(name, corrid)
 

@@ -17,7 +17,7 @@ from torch_py_backend.engine import compilation, runtime, sharing
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
-from torch_py_backend.pipeline import batches, run, stages
+from torch_py_backend.pipeline import batches, run, sequences, stages
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.hooks import HookedPipeline, copy_rows
 from torch_py_backend.pipeline.inputs import Inputs
@@ -38,7 +38,7 @@ from torch_py_backend.pipeline.run import (
     Scatter,
     Stages,
 )
-from torch_py_backend.pipeline.sequences import Sequences, Slots
+from torch_py_backend.pipeline.sequences import Sequences
 from torch_py_backend.signature.binding import InputBinding
 from torch_py_backend.values import Columns, Value
 
@@ -118,7 +118,7 @@ class Engine:
     def pipeline(
         self,
         writer: Scatter | None = None,
-        steps: Sequences | Slots | None = None,
+        steps: Sequences | None = None,
         *,
         traced: bool = False,
     ) -> Run:
@@ -244,7 +244,7 @@ def _stages(
     made: Engine,
     forward: Forward,
     writer: Scatter | None = None,
-    steps: Sequences | Slots | None = None,
+    steps: Sequences | None = None,
 ) -> Stages:
     """Return the stages of a model's pipeline.
 
@@ -292,8 +292,10 @@ def _stages(
 
 def _group(made: Engine, forward: Forward) -> GroupStage:
     if made.hooked is not None:
-        return made.hooked.stage(forward)
-    return made.inputs.stage(lambda binding: _flat_call(binding, forward))
+        group = made.hooked.stage(forward)
+    else:
+        group = made.inputs.stage(lambda binding: _flat_call(binding, forward))
+    return sequences.whole(group) if made.config.keeps_slots else group
 
 
 def _flat_call(binding: InputBinding, module: Forward) -> Forward:

@@ -10,7 +10,7 @@ import torch
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.sequence_config import State
-from torch_py_backend.errors import ArtifactError, counted, summarize
+from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import discovery
 from torch_py_backend.values import Item, Value
 
@@ -30,34 +30,24 @@ def find(config: ModelConfig, rows: int | None) -> Item:
 
 
 def _one_row(config: ModelConfig, state: State) -> Value:
-    name = state.dtype.torch
+    dtype: torch.dtype | None = getattr(torch, state.dtype.torch or "", None)
     if state.file is None:
-        if name is None:
+        if dtype is None:
             return np.full(state.initial, b"", dtype=np.object_)
-        return torch.zeros(state.initial, dtype=getattr(torch, name))
+        return torch.zeros(state.initial, dtype=dtype)
     folder = config.folder / "initial_state"
     role = f"the data_file of the state '{state.input}'"
     discovery.check_inside(config, role, state.file, folder)
+    count = math.prod(state.initial)
     try:
         content = (folder / state.file).read_bytes()
-    except OSError as error:
-        raise ArtifactError(f"{role} cannot be read: {summarize(error)}") from None
-    count = math.prod(state.initial)
-    if name is None:
+        if dtype is not None:
+            numbers = torch.frombuffer(bytearray(content), dtype=dtype, count=count)
+            return numbers.reshape(state.initial)
         texts = []  # each follows its length in four bytes
         while len(content) >= (end := 4 + int.from_bytes(content[:4], "little")):
             texts.append(content[4:end])
             content = content[end:]
-        _check(role, len(texts), count, "string")
         return values.objects(texts[:count]).reshape(state.initial)
-    dtype: torch.dtype = getattr(torch, name)
-    size = count * dtype.itemsize
-    _check(role, len(content), size, "byte")
-    if not size:  # torch.frombuffer refuses empty buffers
-        return torch.zeros(state.initial, dtype=dtype)
-    return torch.frombuffer(bytearray(content[:size]), dtype=dtype).reshape(state.initial)
-
-
-def _check(role: str, size: int, needed: int, unit: str) -> None:
-    if size < needed:
-        raise ArtifactError(f"{role} holds {counted(size, unit)}", expected=counted(needed, unit))
+    except (OSError, ValueError) as error:  # the file is missing, or too short
+        raise ArtifactError(f"{role} cannot be read: {summarize(error)}") from None

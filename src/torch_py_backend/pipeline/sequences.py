@@ -11,16 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig, Origin
-from torch_py_backend.errors import BackendError, InputError, InternalError
+from torch_py_backend.errors import BackendError, InputError, UnavailableError
 from torch_py_backend.loading import initial_states
-from torch_py_backend.pipeline.run import Entries, Entry, Result, Results
-from torch_py_backend.values import Item, RequestItem, Step, Strings, Value, clone
+from torch_py_backend.pipeline.run import Entries, Entry, Group, GroupStage, Results
+from torch_py_backend.values import Item
 
 # A state is kept for these seconds longer than Triton's idle time, unless new sequences need the
 # place. Triton measures that from the arrival of a request, which may have been queued since, and
@@ -57,10 +56,10 @@ class Sequences:
         sequencing = config.sequencing
         assert sequencing is not None  # noqa: S101  only sequences have states
         self._idle, self._most = sequencing.idle_s, sequencing.most
+        # Those whose last step is the oldest come first.
         self._live: dict[int | str, _Sequence] = {}
-        self._swept = clock()
         # Takes the place of a request that only fills a slot: it is not run.
-        self._unsent = InternalError()
+        self._unsent = UnavailableError("the request is not a step of a sequence")
 
     def __len__(self) -> int:
         """Return the number of live sequences."""
@@ -73,13 +72,12 @@ class Sequences:
             entry if isinstance(entry, BackendError) else self._attached(entry, now)
             for entry in entries
         ]
-        if now > self._swept + GRACE_S:  # free idle sequences, which Triton has forgotten
-            self._swept = now
-            self._live = {
-                name: sequence
-                for name, sequence in self._live.items()
-                if now - sequence.used <= self._idle + GRACE_S
-            }
+        while self._live:  # free what Triton has forgotten
+            name, oldest = next(iter(self._live.items()))
+            grace = GRACE_S if len(self._live) <= self._most else 0.0
+            if now - oldest.used <= self._idle + grace:
+                break
+            del self._live[name]
         return attached
 
     def _attached(self, item: Item, now: float) -> Entry:
@@ -88,7 +86,12 @@ class Sequences:
             return self._unsent
         # Also of a step that cannot be run: the next one must not get the state of an older
         # sequence with the same ID.
-        sequence = self._begin(step)
+        sequence = self._live.pop(step.id, None)
+        if step.starts:
+            sequence = _Sequence(self._initial, now)
+        if sequence is not None and not step.ends:
+            sequence.used = now
+            self._live[step.id] = sequence
         if step.error is not None:
             return step.error
         if sequence is None:
@@ -97,122 +100,37 @@ class Sequences:
                 " the model was reloaded",
                 expected="the START flag in the first request of a sequence",
             )
-        sequence.used = now
         return item | sequence.states
-
-    def _begin(self, step: Step) -> _Sequence | None:
-        """Return the sequence of a step; None: it was not begun. The last step takes it away."""
-        if step.starts:
-            now = self._clock()
-            if len(self._live) == self._most and step.id not in self._live:
-                self._free_oldest(now)
-            self._live[step.id] = _Sequence(self._initial, now)
-        if step.ends:
-            return self._live.pop(step.id, None)
-        return self._live.get(step.id)
-
-    def _free_oldest(self, now: float) -> None:
-        """Free the sequence that is idle for longest: Triton has forgotten one of them."""
-        name, oldest = min(self._live.items(), key=lambda entry: entry[1].used)
-        if now - oldest.used > self._idle:
-            del self._live[name]
 
     def keep(self, results: Results, entries: Entries) -> Results:
         """Keep the new states of steps that succeeded; return the results for clients."""
         now = self._clock()
-        return [
-            self._kept(result, entry, now) for result, entry in zip(results, entries, strict=True)
-        ]
-
-    def _kept(self, result: Result, entry: Entry, now: float) -> Result:
-        if entry is self._unsent:
-            return {}
-        if isinstance(entry, BackendError) or isinstance(result, BackendError):
-            return result
-        sequence = self._live.get(values.step(entry).id)
-        if sequence is not None:
-            sequence.used = now
-            sequence.states = {
-                name: _kept_value(result[output]) for name, output in self._names.items()
-            }
-        for output in self._hidden:
-            del result[output]
-        return result
+        for result, entry in zip(results, entries, strict=True):
+            if isinstance(result, BackendError) or isinstance(entry, BackendError):
+                continue
+            sequence = self._live.get(values.step(entry).id)
+            if sequence is not None:
+                sequence.used = now
+                # Copies: the model may return views of memory that it writes again.
+                sequence.states = {
+                    name: values.clone(result[output]) for name, output in self._names.items()
+                }
+            for output in self._hidden:
+                del result[output]
+        return results
 
 
-class Slots:
-    """The steps of a model that keeps states itself, by their places in the batch.
+def whole(group: GroupStage) -> GroupStage:
+    """Return a stage that groups no item of a batch of which one is refused.
 
-    Triton's direct strategy gives each sequence a place. A refused request fills its place, too:
-    those of others must not shift.
-
-    Args:
-        admit: returns an item as it is passed on, or the reason to refuse it.
+    It is for models that keep states by the place in the batch: a row less would shift the others.
     """
+    others = UnavailableError("another request of its batch was refused", cure="Send it again.")
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        admit: Callable[[Item], Item | InputError],
-    ) -> None:
-        self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
-        controls = config.sequencing.controls if config.sequencing is not None else ()
-        idle = [control for control in controls if control.idle is not None]
-        self._idle = {control.name: control.idle for control in idle}
-        self._admit = admit
+    def group_whole(entries: Entries) -> tuple[Entries, Sequence[Group]]:
+        entries, groups = group(entries)
+        if not any(isinstance(entry, BackendError) for entry in entries):
+            return entries, groups
+        return [entry if isinstance(entry, BackendError) else others for entry in entries], ()
 
-    def attach(self, entries: Entries) -> Entries:
-        """Return the items, with fillers in the places of refused ones."""
-        items = [entry for entry in entries if not isinstance(entry, BackendError)]
-        # Triton sends batches of equal shapes.
-        shaped = next((item for item in items if values.step(item).error is None), None)
-        return [
-            entry if isinstance(entry, BackendError) else self._filled(entry, shaped)
-            for entry in entries
-        ]
-
-    def _filled(self, item: Item, shaped: Item | None) -> Entry:
-        """Return an item; if it is refused, one that only fills its slot, and keeps the error."""
-        step = values.step(item)
-        if shaped is None:
-            return step.error or item
-        admitted = step.error or self._admit(item)
-        if not isinstance(admitted, BackendError):
-            return item
-        controls = {name: value for name, value in item.items() if name not in self._sent}
-        if not step.starts:  # a first one begins its sequence
-            for name, off in self._idle.items():
-                if name in controls:
-                    controls[name] = np.full_like(controls[name], off)
-        filler = {name: clone(value) for name, value in shaped.items()}
-        blank(filler, self._sent)
-        return RequestItem(filler | controls, step=step._replace(error=admitted))
-
-    def keep(self, results: Results, entries: Entries) -> Results:
-        """Return the results, with the errors of refused items."""
-        return [
-            result if isinstance(entry, BackendError) else values.step(entry).error or result
-            for result, entry in zip(results, entries, strict=True)
-        ]
-
-
-def blank(item: Item, names: Sequence[str]) -> None:
-    """Zero inputs of a request that only fills a slot: their memory is uninitialized."""
-    for value in (item[name] for name in names if name in item):
-        if isinstance(value, Tensor):
-            value.zero_()
-        else:
-            value.fill(b"" if value.dtype.hasobject else 0)
-
-
-def _kept_value(value: Value) -> Value:
-    """Return a copy, since the model may return views of memory that it writes again.
-
-    Strings are encoded, as in requests.
-    """
-    if isinstance(value, Tensor):
-        return value.clone()
-    texts = value.reshape(-1).tolist()
-    strings: Strings = np.empty(value.shape, dtype=np.object_)
-    strings.ravel()[:] = [text if isinstance(text, bytes) else text.encode() for text in texts]
-    return strings
+    return group_whole
