@@ -964,11 +964,6 @@ def _refused_state(name: str, batching: str, says: str) -> Scenario:
 
 LOAD_ERRORS = (
     _refused("compiler_missing", x_to_y(4, **{_COMPILE: _NO_COMPILER}), "such as g++"),
-    _refused(
-        "cache_unwritable",
-        x_to_y(4, COMPILE_CACHE_DIR="/proc/cache", **{_COMPILE: "{}"}),
-        "COMPILE_CACHE_DIR is '/proc/cache'",
-    ),
     _refused("bad_option", x_to_y(NUM_THREADS="many"), "the parameter NUM_THREADS is 'many'"),
     refused("no_files", _NOTHING, _X_TO_Y, "holds no files"),
     refused("whole_module", saved(nn.Linear(4, 4)), _X_TO_Y, "Save module.state_dict()"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError, LoadError, PlatformError, summarize
+from torch_py_backend.errors import ConfigError, LoadError, summarize
 from torch_py_backend.pipeline.run import Counts
 from torch_py_backend.processes import private_files
 from torch_py_backend.values import Call, Tree
@@ -142,7 +142,6 @@ class Compiled:
         return self._compiled(*args, **kwargs)
 
 
-_FOLDER = "compile_cache"
 # Inductor creates it for its first graph.
 _GRAPHS = "fxgraph"
 
@@ -154,9 +153,6 @@ def cached(config: ModelConfig) -> Iterator[None]:
     Later starts load from there what the first one has compiled. That runs code from the folder, so
     no other user may be able to write to it. While it has no graphs, other instances wait until the
     code within is done.
-
-    Raises:
-        PlatformError: COMPILE_CACHE_DIR cannot be used.
     """
     from torch._inductor import config as inductor  # noqa: PLC0415  slow to import
 
@@ -164,58 +160,34 @@ def cached(config: ModelConfig) -> Iterator[None]:
     # on a new machine would compile them. torch 2.6 has no such option.
     with contextlib.suppress(AttributeError):
         inductor.cpp_cache_precompile_headers = False
-    option = config.options.compile_cache_dir or _FOLDER
-    shipped = (config.folder / Path(option).expanduser()).resolve()
-    folder = _choose(config, shipped)
+    option = Path(config.options.compile_cache_dir or "compile_cache")
+    shipped = (config.folder / option.expanduser()).resolve()
+    folder = _usable(config, shipped)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(private_files.turn(config.name))
         if folder != shipped and not (folder / _GRAPHS).exists():
-            _copy(shipped, folder)
+            with contextlib.suppress(OSError):  # there is none, or it cannot be read
+                if not private_files.tree_risk(shipped):
+                    shutil.copytree(shipped, folder, dirs_exist_ok=True)
         if (folder / _GRAPHS).exists():
             stack.close()
         yield
 
 
-def _choose(config: ModelConfig, folder: Path) -> Path:
-    """Return the configured folder, or one of the user's cache if the model's cannot be used."""
-    obstacle = _obstacle(folder)
-    if not obstacle:
-        return folder
-    if option := config.options.compile_cache_dir:
-        raise PlatformError(
-            f"COMPILE_CACHE_DIR is '{option}', which cannot be used: {obstacle}",
-            cure="Name a folder that this user can write, and no other.",
-        )
-    home = Path(os.environ.get("HOME") or "/")
-    replacement = home / ".cache" / "torch-py-backend" / _FOLDER / config.name
-    if _obstacle(replacement):
-        replacement = private_files.shared_folder() / _FOLDER / config.name
-        replacement.mkdir(parents=True, exist_ok=True)
-    log.warning(
-        "compiled code is kept in %s, because %s cannot be used: %s.",
-        replacement,
-        folder,
-        obstacle,
-    )
-    return replacement
-
-
-def _obstacle(folder: Path) -> str:
-    """Create a folder if it is missing, and return why it cannot be used; empty: it can be."""
-    try:
-        private_files.create(folder)
-        if not os.access(folder, os.W_OK, effective_ids=True):
-            return "this process may not write to it"
-        return private_files.tree_risk(folder)
-    except OSError as error:
-        return summarize(error)
-
-
-def _copy(shipped: Path, folder: Path) -> None:
-    """Copy a cache that was shipped with a model into the folder that takes its place."""
-    try:
-        if shipped.is_dir() and not private_files.tree_risk(shipped):
-            shutil.copytree(shipped, folder, dirs_exist_ok=True)
-    except OSError as error:
-        log.warning("%s cannot be copied to %s: %s.", shipped, folder, summarize(error))
+def _usable(config: ModelConfig, configured: Path) -> Path:
+    """Return the first folder for a cache to which this process may write, and no other user."""
+    home = Path(os.environ.get("HOME") or "/", ".cache", "torch-py-backend")
+    name = Path("compile_cache", config.name)
+    for folder in (configured, home / name, private_files.shared_folder() / name):
+        try:
+            private_files.create(folder)
+            obstacle = private_files.tree_risk(folder)
+            if not os.access(folder, os.W_OK, effective_ids=True):
+                obstacle = "this process may not write to it"
+        except OSError as error:
+            obstacle = summarize(error)
+        if not obstacle:
+            break
+        log.warning("compiled code cannot be kept in %s: %s.", folder, obstacle)
+    return folder
