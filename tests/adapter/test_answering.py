@@ -96,6 +96,21 @@ def talks(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+def shouts(x: torch.Tensor) -> torch.Tensor:
+    if bool((x < 0).any()):
+        raise ValueError("/" * 10_000_000)
+    return x
+
+
+def test_long_log_messages_are_cut(tmp_path: Path) -> None:
+    """Triton passes them through /dev/shm."""
+    load(tmp_path, shouts).execute([request(-1)])
+    (line,) = logged()
+    assert "in shouts" in line
+    assert line.endswith("///")
+    assert len(line) < 200_000
+
+
 def test_ids_are_not_read_without_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,17 +206,22 @@ def test_response_that_cannot_be_written(
 
 
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt("Ctrl-C"), MemoryError("no memory for the traceback")], ids=repr
+    ("function", "error"),
+    [
+        ("Failures.halve", KeyboardInterrupt("Ctrl-C")),
+        ("traceback.format_exception", MemoryError("no memory for the traceback")),
+    ],
 )
 def test_internal_errors(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    function: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception of the backend is one sentence for clients, and a traceback in the log.
 
     Triton would send the traceback of what leaves execute() to every client.
     """
     model = load(tmp_path)
-    monkeypatch.setattr(model._engine.failures, "halve", mock.Mock(side_effect=error))
+    patched = f"torch_py_backend.pipeline.failures.{function}"
+    monkeypatch.setattr(patched, mock.Mock(side_effect=error))
     sent = [request(1, "one"), request(-1, "two")]
     responses = model.execute(sent)
     assert check(sent, responses) == [TritonError.INTERNAL] * 2

@@ -147,24 +147,6 @@ def test_each_error_of_the_model_is_reported_with_its_traceback() -> None:
         assert "During handling" not in text
 
 
-def _recurse(x: Tensor) -> None:
-    _recurse(x)
-
-
-def _shout(x: Tensor) -> None:
-    raise ValueError("/" * 10_000_000)
-
-
-@pytest.mark.parametrize("judge", [_recurse, _shout])
-def test_long_tracebacks_are_cut(judge: Callable[[Tensor], None]) -> None:
-    # Triton passes log messages through /dev/shm.
-    (error,) = engine(Model(judge)).run(items([1.0]))
-    assert isinstance(error, ForwardError)
-    assert f"in {judge.__name__}" in error.traceback
-    assert len(error.traceback) < 200_000
-    assert len(error.traceback.splitlines()) < 300
-
-
 def test_every_retry_is_announced() -> None:
     model = Model(bad)
     served = engine(model)

@@ -13,11 +13,9 @@ from torch_py_backend.errors import (
     BackendError,
     CancelledError,
     InternalError,
-    OutOfMemoryError,
     OutputError,
     summarize,
 )
-from torch_py_backend.pipeline.failures import reported
 from torch_py_backend.pipeline.run import OK, Entry
 from torch_py_backend.pipeline.sequences import Sequences
 
@@ -67,9 +65,7 @@ class Answering:
         try:
             results = self._run(entries)
         except BaseException as error:  # Triton would send the traceback to every client
-            text = self._failures.classify(error).error.traceback
-            internal = self._failures.fatal or reported(InternalError(), text)
-            results = [internal] * len(entries)
+            results = [self._failures.instead(InternalError(), error)] * len(entries)
         if type(results) is Responses:
             answered = self._counts.requests
             answered[OK] = answered.get(OK, 0) + len(results)
@@ -101,7 +97,8 @@ class Answering:
             try:
                 response = messages.write(result, self._model)
             except Exception as error:
-                result = self._unsent(error)
+                unsent = OutputError(f"the outputs cannot be sent: {summarize(error)}")
+                result = self._failures.instead(unsent, error)
                 response = messages.write(result, self._model)
             responses.append(response)
             code = OK
@@ -114,10 +111,3 @@ class Answering:
                 self._counts.count_requests(code)
         logs.report(failed)
         return responses
-
-    def _unsent(self, error: Exception) -> BackendError:
-        """Return the error of a request whose response cannot be written."""
-        reason, found = summarize(error), self._failures.classify(error).error
-        if found is self._failures.fatal or isinstance(found, OutOfMemoryError):
-            return found
-        return reported(OutputError(f"the outputs cannot be sent: {reason}"), found.traceback)

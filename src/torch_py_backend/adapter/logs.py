@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 _SERVER = os.getppid()
 # The most reports of one batch in the log; equal ones are merged.
 _MOST = 8
+# The log gets the beginning and the end of a longer text: an exception's message may contain
+# megabytes of a client's text, and Triton passes log messages through shared memory.
+_MOST_CHARACTERS = 1 << 16
 # The IDs of failed requests, by their error and its traceback.
 Failed: TypeAlias = "dict[tuple[str, str], list[str]]"
 
@@ -53,6 +56,8 @@ class LogHandler(logging.Handler):
         logger = pb_utils.Logger
         # Triton's logger raises for text that is not UTF-8, as an exception's message may be.
         text = self.format(record).encode(errors="replace").decode()
+        if len(text) > 2 * _MOST_CHARACTERS:
+            text = f"{text[:_MOST_CHARACTERS]} […] {text[-_MOST_CHARACTERS:]}"
         if os.getppid() != _SERVER:  # or the model has forked this process
             sys.stderr.write(f"{text}\n")
         elif record.levelno >= logging.ERROR:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -26,12 +25,6 @@ from torch_py_backend.errors import (
 
 # The most calls for one failed batch: enough for 64 items.
 MAX_CALLS = 128
-# Log only the innermost frames of a traceback: an endless recursion has a thousand.
-_FRAMES = -64
-# The log gets the beginning and the end of a longer traceback: an exception's message may contain
-# megabytes of a client's text, and Triton passes log messages through shared memory.
-_MAX_CHARACTERS = 1 << 16
-
 _SHORTAGE = re.compile(
     r"out of memory|\balloc_cpu\b|\bbad_alloc\b|_ALLOC(ATION)?_FAILED"
     # The first use of cuBLAS creates a handle with a workspace. If that does not fit in memory,
@@ -105,7 +98,7 @@ class Failures:
         """Return whether a buffer has changed since `reset`."""
         return self._versions() != self._buffers
 
-    def _versions(self) -> list[tuple[int, int | bytes]]:
+    def _versions(self) -> list[tuple[int, int]]:
         buffers = self._owner.buffers() if self._owner is not None else ()
         return [version(buffer) for buffer in buffers]
 
@@ -143,79 +136,58 @@ class Failures:
                 if left == 0 or self.fatal is not None:
                     break
                 left -= 1
-                outcome = self._try(attempt, items[first:last], called)
-                if isinstance(outcome, Failure):
-                    results[first:last] = [outcome] * (last - first)
+                self.on_call()
+                self.calls_before = composition.calls
+                try:
+                    results[first:last] = attempt(items[first:last])
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:
+                    results[first:last] = [self.classify(error, called)] * (last - first)
                     ranges.append((first, last))
-                else:
-                    results[first:last] = outcome
         return [(self.fatal or one.error) if isinstance(one, Failure) else one for one in results]
-
-    def _try(
-        self,
-        attempt: Callable[[Sequence[T]], Sequence[R]],
-        items: Sequence[T],
-        called: str | None,
-    ) -> Sequence[R] | Failure:
-        self.on_call()
-        self.calls_before = composition.calls
-        try:
-            return attempt(items)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            return self.classify(error, called)
 
     def classify(self, error: BaseException, called: str | None = None) -> Failure:
         """Return what an exception means, and release its frames; never raise.
 
         `called` is the model's function that raised it, if not the one that is served.
         """
-        text = ""
         try:
-            text = _traceback(error)
-            if not isinstance(error, KeyboardInterrupt):
-                return self._classify(error, text, called or self._called)
+            text = "".join(traceback.format_exception(error)).rstrip()
+            try:
+                probe(self._device)
+            except Exception as cause:  # torch raises many classes for a lost device
+                self.poison(summarize(cause), text)
+            is_memory = out_of_memory(error)
+            release(error)
+            found: BackendError
+            if self.fatal is not None:
+                found = self.fatal
+            elif is_memory:
+                free()
+                found = reported(OutOfMemoryError(), text)
+            elif not isinstance(error, BackendError):
+                found = reported(ForwardError(error, called or self._called), text)
+            elif isinstance(error, InputError):
+                found = error
+            else:  # only errors of the user's own code have a cause, and need a traceback
+                found = reported(error, text if error.__cause__ is not None else "")
+            # A LoadError is a conflict between config and model: every item fails with it.
+            final = isinstance(found, LoadError) or found is self.fatal
+            if composition.calls != self.calls_before and not self._repeats:
+                final = True
+            return Failure(found, final)
         except BaseException as second:  # such as no memory for the traceback
-            text = text or summarize(second)
-        return Failure(reported(InternalError(), text), final=True)
+            return Failure(reported(InternalError(), summarize(second)), final=True)
 
-    def _classify(self, error: BaseException, text: str, called: str) -> Failure:
-        memory = out_of_memory(error)
-        cause = self._fatal_cause()
-        if cause is not None:
-            self.poison(summarize(cause), text)
-        found: BackendError
-        if self.fatal is not None:
-            found = self.fatal
-        elif memory:
-            found = reported(OutOfMemoryError(), text)
-        elif not isinstance(error, BackendError):
-            found = reported(ForwardError(error, called), text)
-        elif isinstance(error, InputError):
-            found = error
-        else:  # only errors of the user's own code need a traceback
-            found = reported(error, text if isinstance(error, ForwardError) else "")
-        # A LoadError is a conflict between config and model: every item fails with it.
-        final = isinstance(found, LoadError) or found is self.fatal
-        if composition.calls != self.calls_before and not self._repeats:
-            final = True
-        release(error)
-        if memory and cause is None:
-            free()
-        return Failure(found, final)
+    def instead(self, error: BackendError, cause: BaseException) -> BackendError:
+        """Return the error of a request, or what its cause means: no memory, or no device."""
+        error.__cause__ = cause
+        return self.classify(error).error
 
-    def _fatal_cause(self) -> Exception | None:
-        """Return the error that made the device unusable for this process, or None.
-
-        CUDA's documentation on illegal addresses, asserts and the like: the process is left in an
-        inconsistent state, and any further CUDA work returns the same error.
-        """
-        try:
-            probe(self._device)
-        except Exception as error:  # torch raises many classes for a lost device
-            return error
-        return None
+    def unreadable(self, cause: Exception) -> BackendError:
+        """Return the error of a request that cannot be read, due to its client or the device."""
+        return self.instead(InputError(f"the request cannot be read: {summarize(cause)}"), cause)
 
     def poison(self, reason: str, text: str = "") -> UnavailableError:
         """Refuse every request from now on; return the error, the first one if there is one."""
@@ -228,36 +200,19 @@ class Failures:
             self.on_fatal(reason)
         return self.fatal
 
-    def unreadable(self, error: Exception) -> BackendError:
-        """Return the error of a request that cannot be read, due to its client or the device."""
-        reason, found = summarize(error), self.classify(error).error
-        if found is self.fatal or isinstance(found, OutOfMemoryError):
-            return found
-        return InputError(f"the request cannot be read: {reason}")
 
-
-def _traceback(error: BaseException) -> str:
-    text = "".join(traceback.format_exception(error, limit=_FRAMES)).rstrip()
-    if len(text) > 2 * _MAX_CHARACTERS:
-        text = f"{text[:_MAX_CHARACTERS]} […] {text[-_MAX_CHARACTERS:]}"
-    return text
-
-
-def version(tensor: Tensor) -> tuple[int, int | bytes]:
+def version(tensor: Tensor) -> tuple[int, int]:
     """Return a tensor's address and version; a hash of its values where torch counts no versions.
 
     Inference tensors (buffers that `forward()` creates in inference mode) have no version.
     """
     is_strided = tensor.layout is torch.strided  # a sparse tensor has no address
     address = tensor.data_ptr() if is_strided else id(tensor)
-    if not tensor.is_inference():
-        return address, tensor._version  # noqa: SLF001  has no public name
-    if not is_strided:
-        return address, 0
+    if not (tensor.is_inference() and is_strided):
+        return address, 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
     # contiguous() keeps a stride of 0 of a tensor with one value.
     values = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-    array = values.view(torch.uint8).cpu().numpy()
-    return address, hashlib.blake2b(array.data).digest()
+    return address, hash(values.view(torch.uint8).cpu().numpy().tobytes())
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -283,16 +238,14 @@ def release(error: BaseException) -> None:
         link.__traceback__ = None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception, its causes and its contexts."""
-    visited: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        link = pending.pop()
-        if link is not None and id(link) not in visited:
-            visited.add(id(link))
-            yield link
-            pending += [link.__cause__, link.__context__]
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return the exception and its causes, or contexts; those of a cycle once."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in links:
+        links.append(link)
+        link = link.__cause__ or link.__context__
+    return links
 
 
 def free() -> None:
