@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import compilation, runtime, sharing
-from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, run, sequences, stages
@@ -32,7 +31,6 @@ from torch_py_backend.pipeline.run import (
     Counts,
     Entries,
     Group,
-    GroupStage,
     Results,
     Run,
     Scatter,
@@ -111,9 +109,9 @@ class Engine:
         self._use(self._compiled or loaded.module)
 
     def _use(self, forward: Forward) -> None:
-        self._forward = forward
+        self._forward = _without_hooks(forward)
         self.run = self.pipeline()
-        self.stages = _stages(self, forward)
+        self.stages = self._stages()
 
     def pipeline(
         self,
@@ -128,21 +126,26 @@ class Engine:
         """
         # Each response is for the host or the GPU, or a state that clients get is on the GPU.
         returns = not self.host_inputs or (steps is not None and not self.on_cpu)
-        chosen = _stages(self, self._forward, None if returns else writer, steps)
+        chosen = self._stages(None if returns else writer, steps)
+        before, after = chosen.before, chosen.after
+        if self._shared is not None:
+            before, after = (self._unless_lost, *before), (*after, self._unless_lost)
+        if self._free_memory is not None:
+            after = (*after, self.clean)
         run_group = run.attempt(chosen, self.counts)
         if traced:
             run_group = partial(_run_traced, run_group)
         options = self.config.options
         is_entered = torch.is_inference_mode_enabled if options.inference_mode else _no_grad
-        mode = partial(runtime.mode, options)
-        run_batch = run.build(chosen, run_group, self.failures, self.counts, mode, is_entered)
-        if self._free_memory is not None:
-            run_batch = partial(self._run_and_clean, run_batch)
-        if self._shared is not None:
-            run_batch = partial(self._run_shared, self._shared, run_batch)
-        if returns:
-            run_batch = partial(_run_and_return, run_batch)
-        return run_batch
+        run_batch = run.build(
+            chosen._replace(before=before, after=after),
+            run_group,
+            self.failures,
+            self.counts,
+            partial(runtime.mode, options),
+            is_entered,
+        )
+        return partial(_run_and_return, run_batch) if returns else run_batch
 
     @property
     def on_cpu(self) -> bool:
@@ -152,13 +155,8 @@ class Engine:
     def to_device(self, columns: Columns) -> Columns:
         """Copy tensors to this instance's device where they are elsewhere."""
         # A copy to the host is read without synchronization, so it must not be asynchronous.
-        asynchronous = self.device.type != "cpu"
-        return [
-            column.to(self.device, non_blocking=asynchronous)
-            if isinstance(column, torch.Tensor)
-            else column
-            for column in columns
-        ]
+        place = partial(Tensor.to, device=self.device, non_blocking=self.device.type != "cpu")
+        return [place(column) if isinstance(column, Tensor) else column for column in columns]
 
     def close(self) -> None:
         """Release weights that are shared with other processes, and files. May be called twice."""
@@ -192,28 +190,82 @@ class Engine:
             setattr(self.counts, field.name, getattr(counts, field.name))
         self._use(forward)
 
-    def clean(self) -> None:
-        """Free cached device memory after an execution where the config enables that."""
+    def clean(self, results: Results = (), _: Entries = ()) -> Results:
+        """Free cached device memory where the config enables that; return the results."""
         if self._free_memory is not None and self.failures.fatal is None:
             self._free_memory()
-
-    def _run_and_clean(self, run_batch: Run, entries: Entries) -> Results:
-        results = run_batch(entries)
-        self.clean()
         return results
 
-    def _run_shared(
-        self, shared: sharing.SharedWeights, run_batch: Run, entries: Entries
-    ) -> Results:
-        """Return the results, or a refusal for each item if the shared weights are gone.
+    def _unless_lost(self, results: Results, _: Entries = ()) -> Results:
+        """Return results, or a refusal of each if the owner of shared weights has ended.
 
-        Results may be wrong if their owner has ended meanwhile.
+        Results may be wrong if it has ended meanwhile.
         """
-        results = () if shared.lost() else run_batch(entries)
-        if not shared.lost():
+        if self._shared is None or not self._shared.lost():
             return results
         lost = self.failures.poison("the instance that owned the weights has ended")
-        return [lost] * len(entries)
+        return [lost] * len(results)
+
+    def _stages(self, writer: Scatter | None = None, steps: Sequences | None = None) -> Stages:
+        """Return the stages of the model's pipeline.
+
+        `writer` takes the place of `scatter` for a model without features; by default results are
+        outputs by name. `steps` are the states of sequences; without them, items have them.
+        """
+        config, hooked, counts, rows = self.config, self.hooked, self.counts, self.rows
+        before: tuple[Before, ...] = ()
+        after: tuple[After, ...] = ()
+        names, extract = self.output_names, self.extract
+        copy: Callable[[Value], Value] = values.clone
+        if self.finite is not None:
+            writer = None
+        if steps is not None:
+            before, after = (steps.attach,), (steps.keep,)
+        guarded = partial(stages.guarded, self.failures)
+        if hooked is not None and hooked.by_row:
+            before = (stages.timed(counts, "preprocess_seconds", partial(hooked.prepare, guarded)),)
+        if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
+            names, extract, copy = (ROWS,), hooked.split, copy_rows
+            finish = Postprocessing(config, hook, guarded, writer).finish
+            after = (stages.timed(counts, "postprocess_seconds", finish),)
+        if self.finite is not None:  # after hooks, and before states are kept
+            finite = self.finite.finish
+            after = (*after, finite) if steps is None else (finite, *after)
+        limited = rows.most is not None and rows.most < config.max_batch_size
+        takes_any_rows = not limited and not rows.buckets and rows.least <= 1
+        ragged = Ragged(config) if config.batch_outputs else None
+        scatter: Scatter = stages.scatter_by_name(names, ragged, self.padding)
+        if writer is not None and not after and ragged is None and self.padding is None:
+            scatter = writer
+        if hooked is not None:
+            group = hooked.stage(self._forward)
+        else:
+            group = self.inputs.stage(partial(_flat_call, self._forward))
+        # A model that was placed on the CPU may itself use a GPU.
+        on_host = self.device.type == "cpu" and not torch.cuda.is_available()
+        states = {state.output for state in config.states}
+        kept = [name in states or not self.host_inputs for name in names]
+        return Stages(
+            before=before,
+            group=sequences.whole(group) if config.keeps_slots else group,
+            send=None if self.on_cpu else self.to_device,
+            extract=extract,
+            fill=None if takes_any_rows else stages.filled(rows, extract, copy, counts),
+            copy=copy,
+            fetch=None if on_host else partial(self._fetch, kept),
+            scatter=scatter,
+            after=after,
+        )
+
+    def _fetch(self, kept: Sequence[bool], columns: Columns) -> Columns:
+        """Copy outputs to the host, but those that are kept on their device, and wait for it."""
+        fetched = [
+            value.cpu() if isinstance(value, Tensor) and not keep else value
+            for value, keep in zip(columns, kept, strict=True)
+        ]
+        if self.device.type == "cuda":  # an error of a kernel belongs to this batch
+            torch.cuda.synchronize(self.device)
+        return fetched
 
 
 def _no_grad() -> bool:
@@ -230,77 +282,15 @@ def _run_and_return(run_batch: Run, entries: Entries) -> Results:
     """Return outputs where the inputs were: on the GPU if all of them were there."""
     results = run_batch(entries)
     for result, entry in zip(results, entries, strict=True):
-        if isinstance(result, BackendError) or isinstance(entry, BackendError):
-            continue
-        if values.on_gpu(entry):
-            continue
-        for name, value in result.items():
-            if isinstance(value, torch.Tensor):
-                result[name] = value.cpu()
+        if isinstance(result, dict) and isinstance(entry, dict) and not values.on_gpu(entry):
+            for name, value in result.items():
+                if isinstance(value, Tensor):
+                    result[name] = value.cpu()
     return results
 
 
-def _stages(
-    made: Engine,
-    forward: Forward,
-    writer: Scatter | None = None,
-    steps: Sequences | None = None,
-) -> Stages:
-    """Return the stages of a model's pipeline.
-
-    `writer` takes the place of `scatter` for a model without features; by default results are
-    outputs by name. `steps` are the states of sequences; without them, items have them.
-    """
-    config = made.config
-    before: tuple[Before, ...] = ()
-    after: tuple[After, ...] = ()
-    hooked, counts = made.hooked, made.counts
-    names, extract = made.output_names, made.extract
-    copy: Callable[[Value], Value] = values.clone
-    finite = None
-    if made.finite is not None:
-        finite, writer = made.finite.finish, None
-    if steps is not None:
-        before, after = (steps.attach,), (steps.keep,)
-    guarded = partial(stages.guarded, made.failures)
-    if hooked is not None and hooked.by_row:
-        before = (stages.timed(counts, "preprocess_seconds", partial(hooked.prepare, guarded)),)
-    if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
-        names, extract, copy = (ROWS,), hooked.split, copy_rows
-        finish = Postprocessing(config, hook, guarded, writer).finish
-        after = (stages.timed(counts, "postprocess_seconds", finish),)
-    if finite is not None:  # after hooks, and before states are kept
-        after = (*after, finite) if steps is None else (finite, *after)
-    limited = made.rows.most is not None and made.rows.most < config.max_batch_size
-    takes_any_rows = not limited and not made.rows.buckets and made.rows.least <= 1
-    ragged = Ragged(config) if config.batch_outputs else None
-    scatter: Scatter = stages.scatter_by_name(names, ragged, made.padding)
-    if writer is not None and not after and ragged is None and made.padding is None:
-        scatter = writer
-    return Stages(
-        before=before,
-        group=_group(made, forward),
-        send=None if made.on_cpu else made.to_device,
-        extract=extract,
-        fill=None if takes_any_rows else stages.filled(made.rows, extract, copy, counts),
-        copy=copy,
-        fetch=_fetch(made, names),
-        scatter=scatter,
-        after=after,
-    )
-
-
-def _group(made: Engine, forward: Forward) -> GroupStage:
-    if made.hooked is not None:
-        group = made.hooked.stage(forward)
-    else:
-        group = made.inputs.stage(lambda binding: _flat_call(binding, forward))
-    return sequences.whole(group) if made.config.keeps_slots else group
-
-
-def _flat_call(binding: InputBinding, module: Forward) -> Forward:
+def _flat_call(forward: Forward, binding: InputBinding) -> Forward:
     """Return a function that calls a module with columns, in as few Python frames as possible."""
-    forward = _without_hooks(module)
     marks = [object() for _ in binding.names]
     passed: Any = binding.call(lambda *args, **kwargs: (args, kwargs), marks)
     if passed == (tuple(marks), {}):
@@ -310,40 +300,14 @@ def _flat_call(binding: InputBinding, module: Forward) -> Forward:
 
 def _without_hooks(module: Forward) -> Forward:
     """Return `forward` where `nn.Module.__call__` does nothing but call it."""
+    hooks = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     if (
         not isinstance(module, nn.Module)
         or type(module).__call__ is not nn.Module.__call__
         or module._compiled_call_impl is not None  # noqa: SLF001
-        or module._forward_hooks  # noqa: SLF001
-        or module._forward_pre_hooks  # noqa: SLF001
-        or module._backward_hooks  # noqa: SLF001
-        or module._backward_pre_hooks  # noqa: SLF001
+        or any(getattr(module, f"_{name}") for name in hooks)
         or nn.modules.module._has_any_global_hook()  # noqa: SLF001
     ):
         return module
     forward: Forward = module.forward
     return forward
-
-
-def _fetch(made: Engine, names: Sequence[str]) -> Callable[[Columns], Columns] | None:
-    """Return the function that copies outputs to the host, where the config says so, and waits.
-
-    States stay on their device.
-    """
-    device = made.device
-    # A model that was placed on the CPU may itself use a GPU.
-    if device.type == "cpu" and not torch.cuda.is_available():
-        return None
-    states = {state.output for state in made.config.states}
-    kept = [name in states or not made.host_inputs for name in names]
-
-    def fetch(columns: Columns) -> Columns:
-        fetched = [
-            value.cpu() if isinstance(value, Tensor) and not keep else value
-            for value, keep in zip(columns, kept, strict=True)
-        ]
-        if device.type == "cuda":  # an error of a kernel belongs to this batch
-            torch.cuda.synchronize(device)
-        return fetched
-
-    return fetch
