@@ -1,19 +1,33 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import build
+import fake_triton
 import pytest
 import safetensors.torch
 import scenarios
 import torch
 from torch import Tensor, nn
 
+from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.autocomplete import schema
 from torch_py_backend.errors import ConfigError, ForwardError, LoadError
+from torch_py_backend.processes import child_process
 
 pytestmark = pytest.mark.usefixtures("imports")
+
+
+def test_complete_config_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "run", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(fake_triton, "_model_dir", "/models/digits/1")
+    config: Any = fake_triton.ModelConfig(json.loads(build.arguments()["model_config"]))
+    assert TritonPythonModel.auto_complete_config(config) is config
+
+
 _HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
 
 
@@ -48,7 +62,7 @@ _OUT = "sum FP32 {0}-1, 4]; OUTPUT__3 BOOL {0}1]; OUTPUT__4 BF16 {0}-1, 4]"
         # Without a batch dimension, if the inputs are listed.
         (
             {"input": _LISTED},
-            "x FP32 [-1, -1, 4]; ids INT64 [-1, -1]; mask BOOL [-1, 1]",
+            "x FP32 [-1, -1, 4]",
             _OUT.format("[-1, "),
             0,
         ),
@@ -158,7 +172,16 @@ def test_tensors_are_those_of_the_example_and_a_batch_grows_with_it(
 def test_max_batch_size_of_the_config_makes_dimension_0_the_batch(tmp_path: Path) -> None:
     source = _FUNCTION.format(body="x[:2]", examples="{'x': torch.rand(2, 4)}")
     build.write(tmp_path, "model.py", source)
-    assert _describe(tmp_path, max_batch_size=16)[:2] == ("x FP32 [4]", "OUTPUT__0 FP32 [4]")
+    assert _describe(tmp_path, max_batch_size=16) == ("x FP32 [4]", "OUTPUT__0 FP32 [4]", 16)
+
+
+def test_what_config_pbtxt_lists_is_kept(tmp_path: Path) -> None:
+    source = _FUNCTION.format(body="x * 2", examples="{'x': torch.rand(2, 4)}")
+    build.write(tmp_path, "model.py", source)
+    assert _describe(tmp_path, output=_listed("z", 3)) == ("x FP32 [4]", "z FP32 [3]", 8)
+    # Without a batch dimension, as inputs are listed.
+    described = _describe(tmp_path, input=_listed("x", -1, 4))
+    assert described == ("x FP32 [-1, 4]", "OUTPUT__0 FP32 [-1, 4]", 0)
 
 
 def test_file_of_examples_comes_before_a_function(tmp_path: Path) -> None:
@@ -223,7 +246,7 @@ _EXAMPLE = "def example_inputs():\n    return dict.fromkeys(('{}', '{}'), torch.
                 "finished": "{'label': str(len(result))}",
             },
             {"input": _listed("texts", 1, kind="STRING"), "max_batch_size": 2},
-            ("texts STRING [1]", "label STRING [1]", 8),
+            ("texts STRING [1]", "label STRING [1]", 2),
         ),
         (
             {"hook": "preprocess(self, x, m)", "example": _EXAMPLE.format("x", "m")},

@@ -19,7 +19,7 @@ import scenarios
 import torch
 from command_line import refuse, run, tree
 
-from torch_py_backend.autocomplete import completion
+from torch_py_backend import autocomplete
 from torch_py_backend.config import pbtxt
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.processes import child_process
@@ -83,7 +83,7 @@ def test_init_makes_a_model_folder(
     assert {path.name for path in (folder / "1").iterdir()} == files
     document = pbtxt.read(folder)
     assert document["backend"] == "pytorch_py"
-    assert not completion.is_incomplete(document)
+    assert not autocomplete.is_incomplete(document)
     assert document["max_batch_size"] == size
     assert "dynamic_batching" in document
     inputs = [(entry["name"], entry["data_type"], entry["dims"]) for entry in document["input"]]

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import composition
+from torch_py_backend import autocomplete, composition
 from torch_py_backend.adapter import logs
-from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, pbtxt, threads
 from torch_py_backend.errors import BackendError, PlatformError, named, summarize
 from torch_py_backend.loading import discovery
@@ -91,11 +90,11 @@ class TritonPythonModel:
         document = auto_complete_model_config.as_dict()
         try:
             execution_env.check_running_python(execution_env.environment_path(document))
-            if completion.is_incomplete(document):
+            if autocomplete.is_incomplete(document):
                 logs.install(document["name"])
                 version = Path(pb_utils.get_model_dir())
                 arguments = pbtxt.arguments(version.parent, version.name, document)
-                completion.complete(arguments, document)
+                autocomplete.complete(arguments, document)
                 auto_complete_model_config.set_max_batch_size(document["max_batch_size"])
                 if document["max_batch_size"]:
                     auto_complete_model_config.set_dynamic_batching()

@@ -1,4 +1,4 @@
-"""Infers the schema of a model: names, types and dims of its tensors, and its max_batch_size.
+"""Infers the inputs, outputs and max_batch_size of a config from its model.
 
 The functions run in a child process, because they run the model's code.
 """
@@ -8,16 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torch_py_backend.config import dtypes, model_config, pbtxt
-from torch_py_backend.config.model_config import ModelConfig, TensorSpec
-from torch_py_backend.config.pbtxt import JsonObject
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.engine import runtime
 from torch_py_backend.errors import (
     ArtifactError,
@@ -35,7 +34,6 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.outputs import unchecked
 from torch_py_backend.signature import results
-from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import Item, Value
 
 # The max_batch_size of a model that takes any number of rows.
@@ -45,23 +43,27 @@ _MAX_BATCH_SIZE = 4096
 _STRINGS = dtypes.from_triton("BYTES")
 # Models with these keys in config.pbtxt, and decoupled ones, are not run.
 _NOT_RUN = ("batch_input", "batch_output", "sequence_batching")
+_NONE: Mapping[str, Collection[int]] = {}
 
 
 def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> JsonObject:
-    """Return the schema of a model as JSON.
-
-    Without an example, the values of the inputs in config.pbtxt are made up. Output dims that
-    differ between sizes of the inputs are -1.
+    """Return the inputs, outputs and max_batch_size of a config; what it lists is kept.
 
     Args:
         arguments: Triton's arguments; the config may lack inputs and outputs.
         finds_batch: try whether a model with listed inputs has a batch dimension.
     """
-    _refuse_not_run(json.loads(arguments["model_config"]))
+    document = json.loads(arguments["model_config"])
+    decoupled = document.get("model_transaction_policy", {}).get("decoupled")
+    if decoupled or any(document.get(key) for key in _NOT_RUN):
+        raise ConfigError(
+            "config.pbtxt lacks inputs or outputs, which are not inferred for ragged inputs and"
+            " outputs, sequences and decoupled models",
+            expected="data_type and dims of each input and output",
+        )
     config = model_config.parse(arguments, complete=False)
-    listed = model_config.listed_inputs(arguments)
     batched = None  # it is found out
-    if config.max_batch_size or (listed and not finds_batch):
+    if config.max_batch_size or (document.get("input") and not finds_batch):
         batched = config.max_batch_size > 0
     artifact = discovery.find(config)
     # The batch dimension is not known yet; hooks for batches need one.
@@ -69,11 +71,33 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
     hooks = user_hooks.load(with_batch, artifact)
     if hooks is None and artifact.kind is ArtifactType.EXPORTED:
         registry.import_beside(artifact)
-        return _from_program(artifact.path, batched=batched)
-    device = _device(artifact)
+        inputs, outputs, rows = exported.describe(artifact.path)
+        if batched is None:  # a fixed first dimension is not taken for a batch
+            values = (*inputs.values(), *outputs.values())
+            batched = not any(isinstance((*value.shape, 1)[0], int) for value in values)
+        inferred = _schema(inputs, outputs, rows.most, batched=batched)
+    else:
+        inferred = _try(config, document, artifact, hooks, batched=batched)
+    return inferred | {key: document[key] for key in inferred if document.get(key)}
+
+
+def _try(
+    config: ModelConfig,
+    document: Document,
+    artifact: Artifact,
+    hooks: Hooks | None,
+    *,
+    batched: bool | None,
+) -> JsonObject:
+    """Return the schema of a model that is run with its example, or with made-up values.
+
+    Output dims that differ between sizes of the inputs are -1.
+    """
+    packaged = artifact.kind is ArtifactType.AOTI
+    device = aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
     loaded = registry.load(artifact, config, device)
     example = example_inputs.find(config, artifact)
-    if not listed and example is None:
+    if not document.get("input") and example is None:
         raise ConfigError(
             f"config.pbtxt lists no inputs, and {loaded.kind.value} does not define the shapes that"
             f" {hooks or loaded.signature} takes",
@@ -84,11 +108,11 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
             " them as --example FILE, or --input NAME:TYPE:DIMS for each.",
         )
     run = partial(_run, config, loaded, hooks or Hooks(), device)
-    items = partial(_items, config, listed, example or {}, hooked=hooks is not None)
+    items = partial(_items, config, document, example or {}, hooked=hooks is not None)
     try:
         if batched is None:
-            rows_alike = partial(run, batched=True)
             per_batch = hooks is not None and hooks.per_batch
+            rows_alike = partial(run, batched=True)
             batched = bool(per_batch) or is_batch(rows_alike, items(batched=True)[0])
         item, *others = items(batched=batched)
         outputs = run(item, batched=batched)
@@ -102,67 +126,30 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
             f" {example_inputs.NAME}.safetensors or a function {example_inputs.NAME}(); or write"
             " the outputs into config.pbtxt.",
         ) from error
+    varying: dict[str, set[int]] = {name: set() for name in outputs}
     for other in others:
         with contextlib.suppress(ForwardError, InputError, OutputError):
-            outputs = _with_varying(outputs, run(other, batched=batched))
-    return _schema(of_values(item), outputs, loaded.rows.most, batched=batched)
-
-
-def _refuse_not_run(document: JsonObject) -> None:
-    """Raise ConfigError for a model whose tensors are not inferred."""
-    decoupled = document.get("model_transaction_policy", {}).get("decoupled")
-    if decoupled or any(document.get(key) for key in _NOT_RUN):
-        raise ConfigError(
-            "config.pbtxt lacks inputs or outputs, which are not inferred for ragged inputs and"
-            " outputs, sequences and decoupled models",
-            expected="data_type and dims of each input and output",
-        )
-
-
-def signature(arguments: Mapping[str, str]) -> Signature:
-    """Return the signature of a model, which is not called."""
-    config = model_config.parse(arguments, complete=False)
-    artifact = discovery.find(config)
-    return registry.load(artifact, config, _device(artifact)).signature
-
-
-def _device(artifact: Artifact) -> torch.device:
-    """Return the device of a trial, which happens before an instance has one."""
-    packaged = artifact.kind is ArtifactType.AOTI
-    return aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
-
-
-def _from_program(path: Path, *, batched: bool | None) -> JsonObject:
-    """Return the schema that an exported program declares; sizes that are not fixed are -1."""
-    *tensors, rows = exported.describe(path)
-    inputs, outputs = (of_values(values) for values in tensors)
-    if batched is None:  # a fixed first dimension is not taken for a batch
-        batched = {spec.dims[:1] for spec in (*inputs, *outputs)} == {(-1,)}
-    return _schema(inputs, outputs, rows.most, batched=batched)
+            for name, value in run(other, batched=batched).items():
+                sizes = zip(value.shape, outputs[name].shape, strict=False)
+                varying[name] |= {dim for dim, (size, own) in enumerate(sizes) if size != own}
+    return _schema(item, outputs, loaded.rows.most, batched=batched, varying=varying)
 
 
 def _items(
-    config: ModelConfig,
-    listed: Sequence[TensorSpec],
-    example: Item,
-    *,
-    batched: bool,
-    hooked: bool,
+    config: ModelConfig, document: Document, example: Item, *, batched: bool, hooked: bool
 ) -> list[Item]:
     """Return inputs to run a model with, of several sizes if the model may take them."""
     items = [example]
-    if listed:
+    if document.get("input"):
         rows = 2 if batched else None
-        config = dataclasses.replace(config, inputs=tuple(listed), max_batch_size=rows or 0)
-        varies = any(-1 in spec.dims for spec in listed)
+        listed = model_config.listed_inputs(document)
+        config = dataclasses.replace(config, inputs=listed, max_batch_size=rows or 0)
         items = [
             example_inputs.item(config, rows, shrunk=shrunk, example=example)
-            for shrunk in ((False, True) if varies else (False,))
+            for shrunk in (False, True)
         ]
-    if batched and example and hooked:
-        # Rows of an example, such as texts of different lengths, show which dims vary.
-        for row in (slice(0, 1), slice(1, 2)):
-            items.append({name: value[row] for name, value in items[0].items()})
+    if batched and hooked:  # rows alone, such as texts of different lengths, show which dims vary
+        items += [{name: value[at : at + 1] for name, value in items[0].items()} for at in (0, 1)]
     return items
 
 
@@ -174,12 +161,11 @@ def _run(
     item: Item,
     *,
     batched: bool,
-) -> tuple[TensorSpec, ...]:
-    """Return the specs of the outputs for an item, with all dims."""
-    inputs = of_values(item)
-    rows = inputs[0].dims[0] if batched and inputs and inputs[0].dims else 0
-    specs = _row_specs(inputs, batched=rows > 0)
-    config = dataclasses.replace(config, inputs=specs, outputs=(), max_batch_size=rows)
+) -> Item:
+    """Return the outputs for an item by name, with all dims."""
+    rows = next((value.shape[0] for value in item.values() if batched and value.ndim), 0)
+    listed = model_config.listed_inputs({"input": entries(item, batched=rows > 0)})
+    config = dataclasses.replace(config, inputs=listed, outputs=(), max_batch_size=rows)
     try:
         with runtime.mode(config.options):
             pipeline = HookedPipeline(config, loaded.signature, hooks, device)
@@ -188,13 +174,16 @@ def _run(
         raise
     except Exception as error:  # the model's own code runs here
         raise ForwardError(error, loaded.signature.name) from error
-    outputs = of_result(result, "forward()" if not hooks.defined else "postprocess()")
+    names = results.leaf_names(result)
+    of = "postprocess()" if hooks.defined else "forward()"
+    parts = results.bind_outputs(names, result, of)(result)
+    outputs = {name: unchecked(name, part) for name, part in zip(names, parts, strict=True)}
     if rows and of_row:
-        return tuple(dataclasses.replace(spec, dims=(rows, *spec.dims)) for spec in outputs)
+        return {name: value[None][[0] * rows] for name, value in outputs.items()}
     return outputs
 
 
-def is_batch(run: Callable[[Item], Sequence[TensorSpec]], item: Item) -> bool:
+def is_batch(run: Callable[[Item], Item], item: Item) -> bool:
     """Return whether dimension 0, and no other, doubles in every output if the rows do.
 
     `run` returns the outputs of the model for an item, with all dims.
@@ -207,65 +196,46 @@ def is_batch(run: Callable[[Item], Sequence[TensorSpec]], item: Item) -> bool:
     doubled: Item = {name: value[twice] for name, value in item.items()}
     try:
         outputs, of_doubled = run(item), run(doubled)
-    except BackendError:  # it takes no other number of rows
+    except Exception:  # it takes no other number of rows
         return False
-    expected = [
-        dataclasses.replace(spec, dims=(2 * rows, *spec.dims[1:]))
-        for spec in outputs
-        if spec.dims[:1] == (rows,)
-    ]
-    return expected == [*of_doubled]
+    return outputs.keys() == of_doubled.keys() and all(
+        value.shape[:1] == (rows,)
+        and of_doubled[name].shape == (2 * rows, *value.shape[1:])
+        and of_doubled[name].dtype == value.dtype
+        for name, value in outputs.items()
+    )
 
 
 def _schema(
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    max_rows: int | None,
+    inputs: Mapping[str, Value],
+    outputs: Mapping[str, Value],
+    most: int | None,
     *,
     batched: bool,
+    varying: Mapping[str, Collection[int]] = _NONE,
 ) -> JsonObject:
-    """Return the schema of tensors with all dims; `max_rows` limits the batch; None: no limit."""
-    if max_rows is None or max_rows > _MAX_BATCH_SIZE:
-        max_rows = DEFAULT_BATCH_SIZE
+    """Return the schema of values; a call takes at most `most` rows; None: any number."""
+    if most is None or most > _MAX_BATCH_SIZE:
+        most = DEFAULT_BATCH_SIZE
     return {
         "input": entries(inputs, batched=batched),
-        "output": entries(outputs, batched=batched),
-        "max_batch_size": max_rows if batched else 0,
+        "output": entries(outputs, batched=batched, varying=varying),
+        "max_batch_size": most if batched else 0,
     }
 
 
-def _with_varying(
-    outputs: Sequence[TensorSpec], others: Sequence[TensorSpec]
-) -> tuple[TensorSpec, ...]:
-    """Return outputs with -1 for the dims that differ from those of another run."""
-    other_dims = {spec.name: spec.dims for spec in others}
-    varying = []
-    for spec in outputs:
-        sizes = zip(spec.dims, other_dims.get(spec.name, ()), strict=False)
-        differ = {dim for dim, (size, other) in enumerate(sizes) if size != other}
-        varying.append(with_any_size(spec, differ))
-    return tuple(varying)
+def entries(
+    values: Mapping[str, Value],
+    *,
+    batched: bool,
+    varying: Mapping[str, Collection[int]] = _NONE,
+) -> list[JsonObject]:
+    """Return values with all dims as inputs or outputs of config.pbtxt.
 
-
-def with_any_size(spec: TensorSpec, dims: Collection[int]) -> TensorSpec:
-    """Return a spec with -1 for some of its dims."""
-    sizes = (-1 if dim in dims else size for dim, size in enumerate(spec.dims))
-    return dataclasses.replace(spec, dims=tuple(sizes))
-
-
-def entries(specs: Iterable[TensorSpec], *, batched: bool) -> list[JsonObject]:
-    """Return tensors with all dims as inputs or outputs of config.pbtxt."""
-    return [
-        {"name": spec.name, "data_type": spec.dtype.config, **pbtxt.dims_entry(spec.dims)}
-        for spec in _row_specs(specs, batched=batched)
-    ]
-
-
-def of_values(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
-    """Return the specs of values, with all dims; -1 for a size that a program does not fix."""
-    specs = []
+    Dims are -1 whose sizes vary, by the name of the value, or are not fixed in a program.
+    """
+    listed = []
     for name, value in values.items():
-        dims = tuple(size if isinstance(size, int) else -1 for size in value.shape)
         try:
             dtype = dtypes.from_torch(value.dtype) if isinstance(value, Tensor) else _STRINGS
         except KeyError:
@@ -274,26 +244,10 @@ def of_values(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
                 " can carry",
                 expected=", ".join(row.torch for row in dtypes.TABLE if row.torch),
             ) from None
-        specs.append(TensorSpec(name, dtype, dims))
-    return tuple(specs)
-
-
-def _row_specs(
-    specs: Iterable[TensorSpec],
-    *,
-    batched: bool,
-) -> tuple[TensorSpec, ...]:
-    """Return specs without the batch dimension, if there is one."""
-    # Without a batch dimension Triton allows no empty dims: a scalar is a list of one value.
-    return tuple(
-        dataclasses.replace(spec, dims=spec.dims[1:] if batched else spec.dims or (1,))
-        for spec in specs
-    )
-
-
-def of_result(result: object, of: str) -> tuple[TensorSpec, ...]:
-    """Return the specs of the leaves of a result of the function `of`, with all dims."""
-    names = results.leaf_names(result)
-    parts = results.bind_outputs(names, result, of)(result)
-    named = zip(names, parts, strict=True)
-    return of_values({name: unchecked(name, part) for name, part in named})
+        dims = [size if isinstance(size, int) else -1 for size in value.shape]
+        for dim in varying.get(name, ()):
+            dims[dim] = -1
+        # Without a batch dimension Triton allows no empty dims: a scalar is a list of one value.
+        dims = dims[1:] if batched else dims or [1]
+        listed.append({"name": name, "data_type": dtype.config, **pbtxt.dims_entry(dims)})
+    return listed

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torch_py_backend import files
-from torch_py_backend.autocomplete import completion
+from torch_py_backend import autocomplete, files
 from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.errors import ToolError, about
 from torch_py_backend.model_folders import tuning
@@ -43,8 +42,8 @@ def tune(
             raise ToolError(
                 "the model is decoupled; expected one with a response for each request."
             )
-        if completion.is_incomplete(document):
-            completion.complete(pbtxt.arguments(folder, version, document), document)
+        if autocomplete.is_incomplete(document):
+            autocomplete.complete(pbtxt.arguments(folder, version, document), document)
         full = max(1, document["max_batch_size"])
         typer.echo(f"ms: one row; rows/s: batches of {full} rows; one instance of each")
         _print_row("candidate", [title for title, _, _ in _COLUMNS])

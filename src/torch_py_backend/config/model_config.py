@@ -187,10 +187,9 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     return config
 
 
-def listed_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
+def listed_inputs(document: Document) -> tuple[TensorSpec, ...]:
     """Return the inputs that a config lists."""
-    entries = json.loads(args["model_config"]).get("input", [])
-    return tuple(_spec("input", entry) for entry in entries)
+    return tuple(_spec("input", entry) for entry in document.get("input", ()))
 
 
 def _specs(role: str, document: Document) -> list[TensorSpec]:

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torch_py_backend.autocomplete import completion
+from torch_py_backend import autocomplete
 from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ToolError
@@ -85,7 +85,7 @@ def write_config(folder: Path, document: Document, **more: object) -> JsonObject
     """
     arguments = pbtxt.arguments(folder, "1", document)
     report: JsonObject = child_process.run(
-        INSPECT, {"arguments": arguments, **more}, completion.LIMIT_S
+        INSPECT, {"arguments": arguments, **more}, autocomplete.LIMIT_S
     )
     config: JsonObject = report["config"]
     if config["max_batch_size"]:

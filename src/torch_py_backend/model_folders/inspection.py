@@ -17,14 +17,21 @@ from pathlib import Path
 
 import torch
 
-from torch_py_backend.autocomplete import completion, schema
+from torch_py_backend import autocomplete
+from torch_py_backend.autocomplete import schema
 from torch_py_backend.config import conflicts, model_config, pbtxt, threads
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, OutputError, counted
-from torch_py_backend.loading import discovery, example_inputs, python_source, weights
+from torch_py_backend.loading import (
+    discovery,
+    example_inputs,
+    python_source,
+    registry,
+    weights,
+)
 from torch_py_backend.loading.discovery import HOOKS, ArtifactType
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.model_folders.artifact_files import EXAMPLE
@@ -64,8 +71,8 @@ def inspect(
     document = json.loads(arguments["model_config"])
     if new is not None:
         _complete(arguments, document, **new)
-    elif completion.is_incomplete(document):
-        completion.fill(document, schema.describe(arguments))
+    elif autocomplete.is_incomplete(document):
+        document |= schema.describe(arguments)
     conflicts.check_for_triton(document)
     settings = model_config.parse({**arguments, "model_config": json.dumps(document)})
     logger.addHandler(warnings)
@@ -108,7 +115,9 @@ def _complete(
         arguments = {**arguments, "model_config": json.dumps(document)}
     takes_tokens = False
     if pretrained:
-        names = schema.signature(arguments).named
+        config = model_config.parse(arguments, complete=False)
+        loaded = registry.load(discovery.find(config), config, torch.device("cpu"))
+        names = loaded.signature.named
         if kwargs := artifact_files.pretrained_kwargs(names):
             document["parameters"] |= pbtxt.parameters({"MODEL_KWARGS": json.dumps(kwargs)})
         version = Path(arguments["model_repository"], "1")
@@ -118,9 +127,7 @@ def _complete(
             document["input"] = artifact_files.pretrained_inputs(pretrained, names)
             takes_tokens = bool(document["input"])
         arguments = {**arguments, "model_config": json.dumps(document)}
-    inferred = schema.describe(arguments, finds_batch=True)
-    document["max_batch_size"] = inferred["max_batch_size"]
-    completion.fill(document, inferred)
+    document |= schema.describe(arguments, finds_batch=True)
     if document["max_batch_size"]:
         document |= {"dynamic_batching": {}, **settings}
         if takes_tokens:

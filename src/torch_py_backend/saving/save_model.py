@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,10 +16,11 @@ from torch import nn
 
 from torch_py_backend.config import pbtxt, removed_names
 from torch_py_backend.config.pbtxt import Document
-from torch_py_backend.errors import LoadError, SaveError, a_type, about
+from torch_py_backend.errors import SaveError, a_type, about, summarize
 from torch_py_backend.model_folders import artifact_files, creation
-from torch_py_backend.saving import examples
-from torch_py_backend.saving.module_files import Format, ModuleFiles
+from torch_py_backend.saving import examples, module_files
+from torch_py_backend.saving.examples import Example
+from torch_py_backend.saving.module_files import Format
 from torch_py_backend.signature import introspection
 
 # By an attribute of a processor: its hooks, which are copied as hooks.py, and their example: two
@@ -96,11 +98,12 @@ def save_model(
         package = type(module).__module__.partition(".")[0]
         pretrained = package == "transformers" and hasattr(module, "save_pretrained")
         pretrained = pretrained and format in (None, "module")
-        formats: tuple[Format, ...] = (format,) if format else ("module", "export")
-        if processor is not None or model_kwargs or pretrained:
-            formats = (format or "module",)
-        elif package == "torch":  # such as nn.Sequential
-            formats = (format or "export",)
+        if format is not None:
+            formats: tuple[Format, ...] = (format,)
+        elif processor is not None or model_kwargs or pretrained:
+            formats = ("module",)
+        else:  # torch's own are such as nn.Sequential
+            formats = ("export",) if package == "torch" else ("module", "export")
         own, request = _hooks_of(module, processor, hooks, pretrained=pretrained)
         new_folder = creation.new_folder(target, force=overwrite)
         with _evaluating(module), torch.no_grad(), new_folder as folder:
@@ -114,10 +117,11 @@ def save_model(
             kwargs = dict(model_kwargs or {})
             if pretrained:
                 known: Any = module
-                example = examples.with_known_inputs(example, known.config.to_dict())
-                arguments = introspection.from_function(module.forward).named
-                kwargs = artifact_files.pretrained_kwargs(arguments) | kwargs
-            files = ModuleFiles(module, example, dynamic_shapes, kwargs, pretrained, processor, own)
+                entries = artifact_files.pretrained_inputs(known.config.to_dict(), [*example.item])
+                if [entry["name"] for entry in entries] == [*example.item]:
+                    example.entries = entries
+                names = introspection.from_function(module.forward).named
+                kwargs = artifact_files.pretrained_kwargs(names) | kwargs
             on_gpu = any(weight.is_cuda for weight in module.parameters())
             kind = "KIND_GPU" if on_gpu else "KIND_CPU"
             document = {
@@ -127,38 +131,51 @@ def save_model(
                 "parameters": pbtxt.parameters(parameters or {}),
                 "instance_group": [{"kind": kind, "count": instances}],
             }
-            _write(folder, files, formats, document)
+            program = partial(module_files.write_program, module, example, dynamic_shapes)
+            writers: dict[Format, Callable[[Path], Document]] = {
+                "module": partial(
+                    module_files.write_source, module, kwargs, processor, pretrained=pretrained
+                ),
+                "export": program,
+                "aoti": partial(program, compiled=True),
+            }
+            _write(folder, [writers[name] for name in formats], document, example, own)
     return target
 
 
 def _write(
     folder: Path,
-    files: ModuleFiles,
-    formats: Sequence[Format],
+    writers: Sequence[Callable[[Path], Document]],
     document: Document,
+    example: Example,
+    hooks: type | Path | None,
 ) -> None:
-    """Write the folder in the first format in which the module can be saved, and its config."""
-    kind, *others = formats
-    try:
-        own = pbtxt.parameters(files.write(folder / "1", kind))
-        config = {**document, "parameters": {**own, **document["parameters"]}}
-        # Until the config is written: without a max_batch_size in this file, the warm-up refuses
-        # rows that depend on each other.
-        (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
-        reference = None
-        if files.example.outputs:
-            reference = str(folder.with_name("reference.pt"))
-            torch.save(files.example.outputs, reference)
-        report = creation.write_config(folder, config, reference=reference)
-    except (SaveError, LoadError) as error:
-        if not others:
-            raise
-        log.warning("model '%s' is saved as a torch.export program: %s", folder.name, error.found)
-        shutil.rmtree(folder)
-        _write(folder, files, others, document)
-        return
-    for warning in report["warnings"]:
-        log.warning("model '%s': %s", folder.name, warning)
+    """Write the folder with the first writer whose files load, and answer as the module does."""
+    for write in writers:
+        try:
+            options = write(folder / "1")
+            module_files.write_beside(folder / "1", hooks, example.item)
+            # Until the config is written: without a max_batch_size in this file, the warm-up
+            # refuses rows that depend on each other.
+            (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
+            reference = None
+            if example.outputs:
+                reference = str(folder.with_name("reference.pt"))
+                torch.save(example.outputs, reference)
+            parameters = {**pbtxt.parameters(options), **document["parameters"]}
+            report = creation.write_config(
+                folder, {**document, "parameters": parameters}, reference=reference
+            )
+        except Exception as error:
+            if write is writers[-1]:
+                raise
+            reason = summarize(error)
+            log.warning("model '%s' is saved as a torch.export program: %s", folder.name, reason)
+            shutil.rmtree(folder)
+        else:
+            for warning in report["warnings"]:
+                log.warning("model '%s': %s", folder.name, warning)
+            return
 
 
 def _hooks_of(
