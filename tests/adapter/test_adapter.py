@@ -135,6 +135,8 @@ def test_readiness_of_packages(
     with zipfile.ZipFile(tmp_path / name, "w") as archive:
         archive.writestr(member, "")
     assert hasattr(TritonPythonModel(), "is_ready") is asked
+    (tmp_path.parent / "config.pbtxt").write_text(scenarios.option("OPTIMIZE", "aoti"))
+    assert not hasattr(TritonPythonModel(), "is_ready")
 
 
 def test_bfloat16_inputs_are_copied() -> None:

@@ -52,8 +52,9 @@ class TritonPythonModel:
     def __init__(self) -> None:
         # Before `initialize`: it is not known when a server looks for the method.
         with contextlib.suppress(OSError):  # the load reports it
-            files = [path for path in Path(pb_utils.get_model_dir()).iterdir() if path.is_file()]
-            if all(discovery.file_type(path) is not discovery.ArtifactType.AOTI for path in files):
+            version = Path(pb_utils.get_model_dir())
+            types = {discovery.file_type(path) for path in version.iterdir() if path.is_file()}
+            if not (discovery.ArtifactType.AOTI in types or "aoti" in pbtxt.text(version.parent)):
                 self.is_ready = self._is_ready
 
     def initialize(self, args: Mapping[str, str]) -> None:

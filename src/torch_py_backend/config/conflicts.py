@@ -29,12 +29,17 @@ def check(config: ModelConfig) -> None:
     pad = {"PAD is set": bool(options.pad)}
     of_batches = pad | {"BATCH_BUCKETS is set": bool(options.batch_buckets)}
     static = {"TORCH_COMPILE_OPTIONAL_PARAMETERS has dynamic: false": options.static_shapes}
-    of_calls = {
+    aoti = {"OPTIMIZE asks for aoti": "aoti" in options.optimize}
+    not_packaged = {
         "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": options.compilation is not None,
-        "OPTIMIZE asks for freeze": "freeze" in options.optimize,
-        "PROFILE_DIR is set": options.profile_dir is not None,
         "ENABLE_WEIGHT_SHARING shares the weights on the GPU": bool(options.enable_weight_sharing)
         and config.kind != "CPU",
+    }
+    of_calls = {
+        **not_packaged,
+        **aoti,
+        "OPTIMIZE asks for freeze": "freeze" in options.optimize,
+        "PROFILE_DIR is set": options.profile_dir is not None,
     }
     concatenated = {
         "config.pbtxt has batch_input": bool(config.batch_inputs),
@@ -61,6 +66,11 @@ def check(config: ModelConfig) -> None:
             of_batches,
             no_batches,
             "It applies to batches: set max_batch_size, or remove it.",
+        ),
+        (
+            aoti,
+            not_packaged | {"instance_group has KIND_MODEL": config.kind == "MODEL"},
+            "The whole module is compiled for one device; remove one of the two.",
         ),
         (
             of_batches | of_calls,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,6 +87,7 @@ class ModelConfig:
         dynamic_batching: Triton forms batches from requests of different clients.
         response_cache: Triton answers a request with the inputs of an earlier one by itself, if it
             has a cache.
+        arguments: the arguments of `initialize` that it was parsed from.
     """
 
     name: str
@@ -108,6 +109,7 @@ class ModelConfig:
     response_cache: bool = False
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def concatenates(self) -> bool:
@@ -181,6 +183,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         )
         if complete
         else (),
+        arguments=args,
     )
     if complete:
         conflicts.check(config)

@@ -18,7 +18,7 @@ from torch_py_backend.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-OPTIMIZATIONS = ("freeze", "channels_last", "bf16", "fp16")
+OPTIMIZATIONS = ("freeze", "channels_last", "aoti", "bf16", "fp16")
 
 
 class Parser(NamedTuple):

@@ -160,23 +160,23 @@ def cached(config: ModelConfig) -> Iterator[None]:
     # on a new machine would compile them. torch 2.6 has no such option.
     with contextlib.suppress(AttributeError):
         inductor.cpp_cache_precompile_headers = False
-    option = Path(config.options.compile_cache_dir or "compile_cache")
-    shipped = (config.folder / option.expanduser()).resolve()
-    folder = _usable(config, shipped)
+    folder = cache_folder(config)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(private_files.turn(config.name))
-        if folder != shipped and not (folder / _GRAPHS).exists():
-            with contextlib.suppress(OSError):  # there is none, or it cannot be read
-                if not private_files.tree_risk(shipped):
-                    shutil.copytree(shipped, folder, dirs_exist_ok=True)
         if (folder / _GRAPHS).exists():
             stack.close()
         yield
 
 
-def _usable(config: ModelConfig, configured: Path) -> Path:
-    """Return the first folder for a cache to which this process may write, and no other user."""
+def cache_folder(config: ModelConfig) -> Path:
+    """Return the folder for compiled code: the configured one, or one of the user's cache.
+
+    That is the first to which this process may write, and no other user. It starts as a copy of the
+    configured one.
+    """
+    option = Path(config.options.compile_cache_dir or "compile_cache")
+    configured = (config.folder / option.expanduser()).resolve()
     home = Path(os.environ.get("HOME") or "/", ".cache", "torch-py-backend")
     name = Path("compile_cache", config.name)
     for folder in (configured, home / name, private_files.shared_folder() / name):
@@ -190,4 +190,7 @@ def _usable(config: ModelConfig, configured: Path) -> Path:
         if not obstacle:
             break
         log.warning("compiled code cannot be kept in %s: %s.", folder, obstacle)
+    with contextlib.suppress(OSError):  # there is none to copy, or it cannot be read
+        if not any(folder.iterdir()) and not private_files.tree_risk(configured):
+            shutil.copytree(configured, folder, dirs_exist_ok=True)
     return folder

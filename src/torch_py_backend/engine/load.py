@@ -10,7 +10,7 @@ import torch
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.config.threads import Threads
-from torch_py_backend.engine import runtime, sharing
+from torch_py_backend.engine import aoti, runtime, sharing
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading import hooks as user_hooks
@@ -44,6 +44,8 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
         loaded = dataclasses.replace(loaded, module=registry.optimize(config, loaded))
         runtime.keep_freed_memory()
         config = binding.with_controls(config, loaded.signature)
+        if "aoti" in config.options.optimize and device is not None:
+            loaded = aoti.packaged(config, loaded, device)
         engine = Engine(config, loaded, device, user_hooks.load(config, artifact), shared)
         undo.pop_all()
     # A call ends by selecting the thread's GPU again, which takes memory of it. KIND_MODEL has

@@ -73,7 +73,7 @@ def run(
                 first = first or failure
             if not row_counts:
                 counts = [count for count in _row_counts(engine) if count and count > 1]
-                check_rows(engine.config, call, _example(engine), min(counts, default=0))
+                check_rows(engine.config, call, example(engine), min(counts, default=0))
         except CallError as error:
             log.warning("the warm-up is skipped: the model calls another model. %s", error)
         changed = state.put_back()
@@ -164,23 +164,21 @@ def _may_fail(engine: Engine) -> bool:
 def batches(engine: Engine, row_counts: Sequence[int | None] = ()) -> Iterator[Item]:
     """Yield an item for each kind of batch whose first call may be slow; see `run`."""
     config = engine.config
-    example = _example(engine)
+    values = example(engine)
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
-    fixed = example and engine.hooks
+    fixed = values and engine.hooks
     varies = not fixed and any(
         -1 in spec.dims for spec in config.inputs if spec.origin is not Origin.STATE
     )
     sizes = (False, True) if varies else (False,)
     for rows in row_counts or _row_counts(engine):
         for shrunk, without in itertools.product(sizes, engine.inputs.patterns):
-            item = example_inputs.item(
-                config, rows, shrunk=shrunk, without=without, example=example
-            )
+            item = example_inputs.item(config, rows, shrunk=shrunk, without=without, example=values)
             if item or rows is None:  # an item without inputs has no row count
                 yield item
 
 
-def _example(engine: Engine) -> Item:
+def example(engine: Engine) -> Item:
     """Return the example values that fit the config."""
     config = engine.config
     example = dict(example_inputs.find(config, engine.loaded.artifact) or {})

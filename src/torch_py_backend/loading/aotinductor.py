@@ -11,18 +11,19 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, InputError
 from torch_py_backend.loading import discovery, example_inputs
-from torch_py_backend.loading.discovery import Artifact
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded, reading
 from torch_py_backend.processes import instance_status
 from torch_py_backend.signature import binding, introspection
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 _CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
 # The messages of the checks, such as "input_handles[0]: dim value is too small at 1, expected it to
 # be >= 2, but got: 1". Up to torch 2.11 they are printed only.
-_REFUSED = re.compile(r"input_handles\[(\d+)\]: (.*)")
+REFUSED = re.compile(r"input_handles\[(\d+)\]: (.*)")
 
 # Calls a package with its leaves, and returns the leaves of its result.
 _Run: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
@@ -55,9 +56,29 @@ def load(
             f"{path.name} was built for {difference}",
             cure="Serve it on such a machine, or build it for this one.",
         )
+    package, out_spec, close = open_package(path, device)
+    in_spec = pytree.treespec_loads(package.get_call_spec()[0])
+    # A tree would only be built to be flattened again.
+    signature = dataclasses.replace(introspection.from_tree(in_spec, {}), unflatten=None)
+    rows, call = _checked(config, signature, package.run, device)
+    if rows.least > 1:  # torch has printed its refusal of one row
+        log.info("%s takes at least two rows; a single one is filled up.", path.name)
+
+    def module(*leaves: Tensor) -> object:
+        return pytree.tree_unflatten(call(list(leaves)), out_spec)
+
+    return Loaded(artifact, module, signature, rows=rows, close=close)
+
+
+def open_package(
+    path: Path, device: torch.device | None
+) -> tuple[Any, pytree.TreeSpec, Callable[[], object]]:
+    """Open a package; return it, the tree of its results, and what removes its temporary files.
+
+    Those stay until the process ends: a package on a GPU reads its kernels when it needs them.
+    """
     os.environ[_CHECKS] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1
-
     with contextlib.ExitStack() as files:
         # Not where torch would unpack it: a process that Triton ends does not remove that.
         folder = tempfile.mkdtemp(prefix="torch_py_backend-", dir=instance_status.server_folder())
@@ -68,25 +89,19 @@ def load(
         before = os.environ.get("TMPDIR", tempfile.gettempdir())
         os.environ["TMPDIR"] = folder
         try:
-            with reading(path, artifact.kind):
+            with reading(path, ArtifactType.AOTI):
                 package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
-                in_spec, out_spec = map(pytree.treespec_loads, package.get_call_spec())
+                result = pytree.treespec_loads(package.get_call_spec()[1])
         finally:
             os.environ["TMPDIR"] = before
-        # A tree would only be built to be flattened again.
-        signature = dataclasses.replace(introspection.from_tree(in_spec, {}), unflatten=None)
-        rows, call = _checked(config, signature, package.run, device)
-        if rows.least > 1:  # torch has printed its refusal of one row
-            log.info("%s takes at least two rows; a single one is filled up.", path.name)
+        return package, result, weakref.finalize(package, files.pop_all().close)
 
-        def module(*leaves: Tensor) -> object:
-            return pytree.tree_unflatten(call(list(leaves)), out_spec)
 
-        # Removed before the process ends, too: a package on a GPU reads its kernels when it needs
-        # them.
-        close = weakref.finalize(module, files.pop_all().close)
+def compile_program(program: ExportedProgram, path: Path, options: Mapping[str, object]) -> None:
+    """Compile a program to a package, with options of inductor."""
+    from torch._inductor import aoti_compile_and_package  # noqa: PLC0415  slow
 
-    return Loaded(artifact, module, signature, rows=rows, close=close)
+    aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(options))
 
 
 def _checked(
@@ -106,7 +121,7 @@ def _checked(
         try:
             return run(leaves)
         except RuntimeError as error:
-            refused = _REFUSED.search(str(error))
+            refused = REFUSED.search(str(error))
             if refused is None:
                 raise
             raise InputError(

@@ -36,6 +36,7 @@ _UNUSED = (
     ("OPTIMIZE bf16", _PROGRAMS, _CONVERT),
     ("OPTIMIZE fp16", _PROGRAMS, _CONVERT),
     ("OPTIMIZE channels_last", (_PACKAGE,), _CONVERT),
+    ("OPTIMIZE aoti", (_SCRIPT, _PACKAGE), "Serve the module that it was made from."),
 )
 
 
