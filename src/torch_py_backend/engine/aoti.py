@@ -221,6 +221,8 @@ def _captured(engine: Callable[[Forward], Engine], module: Forward) -> list[Call
         calls.clear()
         _run(capturing, rows, shrunk=shrunk)
         captured.append(calls[0])
+    if capturing.failures.writes_buffers():
+        raise LoadError("forward() writes to its buffers, which a package would not", cure=_CURE)
     return captured
 
 
@@ -263,15 +265,11 @@ def _write(path: Path, config: ModelConfig, loaded: Loaded, call: Call, other: C
             program = torch.export.export(
                 module, tuple(leaves), dynamic_shapes={"leaves": tuple(dynamic)}
             )
-            if program.graph_signature.buffers_to_mutate:
-                raise LoadError("forward() writes to its buffers", cure=_CURE)
             for spec in program.graph_signature.input_specs:
                 # Inductor gives constants names of its own, and buffers those of the module.
                 if spec.kind is kind.CONSTANT_TENSOR:
                     spec.kind, spec.persistent = kind.BUFFER, False
             aotinductor.compile_program(program, path, _WITHOUT_WEIGHTS)
-    except LoadError:
-        raise
     except Exception as error:  # of the module's own code, or the compiler's
         raise LoadError(f"AOTInductor cannot compile it: {summarize(error)}", cure=_CURE) from error
     own = _named(loaded.owner)

@@ -1,0 +1,179 @@
+"""OPTIMIZE "aoti": a package in the place of a module, with the module's answers and weights."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from torch_py_backend.config import model_config, threads
+from torch_py_backend.engine import aoti, load
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.errors import LoadError
+from torch_py_backend.processes import child_process
+
+_OPTIONS = {"OPTIMIZE": {"string_value": "aoti"}}
+_WIDTH = 16
+_SOURCE = f"""
+import torch
+from torch import nn
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, {_WIDTH})
+        self.out = nn.Linear({_WIDTH}, 3)
+        self.table = torch.arange({_WIDTH}).float()
+        self.register_buffer("scale", torch.rand({_WIDTH}), persistent=False)
+
+    def forward(self, ids, mask):
+        x = (self.embed(ids) + self.table * torch.tensor([2.0])) * self.scale.sign()
+        x = x * mask[..., None]
+        return {{"tokens": self.out(x), "mean": x.mean(1)}}
+"""
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, str]:
+    """Return Triton's arguments for the encoder."""
+    document: dict[str, Any] = {
+        "max_batch_size": 8,
+        "input": [
+            {"name": "ids", "data_type": "TYPE_INT64", "dims": [-1]},
+            {"name": "mask", "data_type": "TYPE_FP32", "dims": [-1]},
+        ],
+        "output": [
+            {"name": "tokens", "data_type": "TYPE_FP32", "dims": [-1, 3]},
+            {"name": "mean", "data_type": "TYPE_FP32", "dims": [_WIDTH]},
+        ],
+        "parameters": _OPTIONS,
+    }
+    return {**build.arguments(**document | changes), "model_repository": str(folder)}
+
+
+def loaded(arguments: dict[str, str]) -> Engine:
+    config = model_config.parse(arguments)
+    return load.build(config, threads.budget(config))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with the package of the encoder."""
+    folder = tmp_path_factory.mktemp("repository") / build.MODEL
+    build.write(folder, "model.py", _SOURCE)
+    state = {
+        "embed.weight": torch.rand(20, _WIDTH),
+        "out.weight": torch.rand(3, _WIDTH),
+        "out.bias": torch.rand(3),
+    }
+    safetensors.torch.save_file(state, folder / "1" / "model.safetensors")
+    loaded(settings(folder)).close()
+    return folder
+
+
+@pytest.fixture
+def no_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        pytest.fail("a package is built")
+
+    monkeypatch.setattr(child_process, "run", refuse)
+
+
+def item(rows: int, length: int) -> dict[str, Any]:
+    return {"ids": torch.randint(0, 20, (rows, length)), "mask": torch.rand(rows, length)}
+
+
+def answers(engine: Engine, item: dict[str, Any]) -> dict[str, Tensor]:
+    (outcome,) = engine.run([item])
+    assert isinstance(outcome, dict)
+    return outcome
+
+
+def check_alike(packaged: Engine, *sizes: tuple[int, int]) -> None:
+    """Compare the answers of a package with those of its module."""
+    for rows, length in sizes:
+        sent = item(rows, length)
+        expected = packaged.loaded.owner(**sent)  # type: ignore[misc]
+        for name, value in answers(packaged, sent).items():
+            torch.testing.assert_close(value, expected[name], equal_nan=True)
+
+
+@pytest.mark.usefixtures("no_build")
+@torch.inference_mode()
+def test_answers_and_weights_are_those_of_the_module(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in a copy of the folder, without a build, and after the weights have changed."""
+    caplog.set_level(logging.INFO)
+    shutil.copytree(folder, tmp_path / "copy" / build.MODEL)
+    engine = loaded(settings(tmp_path / "copy" / build.MODEL))
+    assert isinstance(engine.loaded.module, aoti.Packaged)
+    assert engine.mapped.shared > 0
+    assert "constants of its own: owner.lifted_tensor_0, owner.table" in caplog.text
+    check_alike(engine, (1, 8), (2, 5), (5, 2), (8, 40), (1, 1), (3, 1), (2, 0))
+    assert not engine.loaded.module.refusal
+    with torch.no_grad():
+        engine.loaded.owner.get_parameter("out.bias").add_(1)  # type: ignore[union-attr]
+    check_alike(engine, (1, 8))
+    engine.close()
+    engine.close()
+
+
+@pytest.mark.usefixtures("no_build")
+@torch.inference_mode()
+def test_call_that_the_package_does_not_take_runs_eagerly(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = loaded(settings(folder))
+    sent = item(2, 4)
+    sent["mask"] = torch.rand(4, 2).T
+    call = engine.loaded.module
+    for _ in range(2):
+        expected = engine.loaded.owner(**sent)  # type: ignore[misc]
+        torch.testing.assert_close(call(*sent.values()), expected)
+        torch.testing.assert_close(call(**sent), expected)
+    assert caplog.text.count("runs eagerly") <= 1
+
+
+_BRANCH = """
+from torch import nn
+
+class Branch(nn.Module):
+    def forward(self, ids, mask):
+        if mask.sum() > 0:
+            mask = -mask
+        return {"tokens": mask[..., None].expand(-1, -1, 3), "mean": mask[:, :1].expand(-1, 16)}
+"""
+_COUNTER = """
+import torch
+from torch import nn
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, ids, mask):
+        self.calls += 1
+        return {"tokens": mask[..., None].expand(-1, -1, 3), "mean": mask[:, :1].expand(-1, 16)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [(_BRANCH, "AOTInductor cannot compile it"), (_COUNTER, "writes to its buffers")],
+)
+def test_module_that_cannot_be_packaged_fails_the_load(
+    source: str, reason: str, tmp_path: Path
+) -> None:
+    build.write(tmp_path, "model.py", source)
+    arguments = settings(tmp_path, parameters=_OPTIONS | {"WEIGHTS": {"string_value": "none"}})
+    with pytest.raises(LoadError, match=reason) as raised:
+        aoti.build(arguments, str(tmp_path / "x.pt2"))
+    assert "Remove aoti from OPTIMIZE" in str(raised.value)
