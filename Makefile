@@ -15,7 +15,7 @@ GPU_RUN = PYTHONPATH=$(CURDIR):$(CURDIR)/src:$(CURDIR)/tests:$(CURDIR)/examples 
 # Where it is set, each of the thousands of processes that tests start would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-deploy gpu gpu-site docs fuzz soak release budget lint types clean
+.PHONY: demo serve test test-deploy aoti gpu gpu-site docs fuzz soak release budget lint types clean
 
 define INSTALL
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -56,6 +56,10 @@ test: lint types
 # What surrounds the package: documentation, images, manifests, monitoring and the release.
 test-deploy: $(VENV)/installed
 	$(BIN)/pytest --numprocesses $(WORKERS) tests/deploy
+
+# The scenarios of the tests with OPTIMIZE "aoti": the same answers, or a load that fails with the reason.
+aoti: $(VENV)/installed
+	SCENARIO_OPTIMIZE=aoti $(BIN)/pytest --numprocesses $(WORKERS) -rs tests/test_scenarios.py
 
 # The tests for a GPU, then the throughput beside a model by hand, on a machine with torch and pytest and
 # perhaps without a network: make gpu-site beforehand, and take the archive there. Not with the settings of

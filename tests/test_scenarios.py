@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from torch_py_backend.processes import child_process
 _TABLE = scenarios.TABLE + kinds.TABLE + hooked.TABLE + registered.TABLE
 # On a server only: another model with the same settings of the compiler is compiled here.
 _ON_SERVER = "compiled"
+# `make aoti` adds this value of OPTIMIZE to each model; a model that it does not suit is skipped.
+_OPTIMIZE = os.environ.get("SCENARIO_OPTIMIZE", "")
 # They end the process that completes their config, or register an operator there.
 _IN_CHILD = ("complete_crashes", "class_of_program")
 _ROWS = [scenario for scenario in _TABLE if scenario.name != _ON_SERVER]
@@ -40,7 +43,11 @@ def test_scenario(
     if scenario.name not in _IN_CHILD:
         monkeypatch.setattr(child_process, "run", command_line.here)
     model = TritonPythonModel()
-    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
+    folder = scenario.lay_out(tmp_path)
+    if _OPTIMIZE:
+        config = scenario.config + scenarios.option("OPTIMIZE", _OPTIMIZE)
+        (folder / "config.pbtxt").write_text(config)
+    arguments = fake_triton.arguments(folder)
     if scenario.load_error:
         with pytest.raises(fake_triton.TritonModelException) as refusal:
             model.initialize(fake_triton.completed(model, arguments))
@@ -48,7 +55,12 @@ def test_scenario(
             assert part in str(refusal.value)
         return
     arguments = fake_triton.completed(model, arguments)
-    model.initialize(arguments)
+    try:
+        model.initialize(arguments)
+    except fake_triton.TritonModelException as refusal:
+        if _OPTIMIZE and "OPTIMIZE" in str(refusal):
+            pytest.skip(str(refusal))
+        raise
     document = json.loads(arguments["model_config"])
     for batch in _batches(scenario):
         requests = [
