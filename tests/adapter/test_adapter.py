@@ -129,13 +129,14 @@ def test_logs_without_a_server(
 def test_readiness_of_packages(
     name: str, member: str, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Newer servers do not ask an AOTInductor package, which could not answer during a call."""
-    monkeypatch.setattr(fake_triton, "_model_dir", str(tmp_path))
-    (tmp_path / "folder").mkdir()
-    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+    """Newer servers do not ask models with AOTInductor packages, which hold the GIL in a call."""
+    version = tmp_path / "1"
+    (version / "folder").mkdir(parents=True)
+    monkeypatch.setattr(fake_triton, "_model_dir", str(version))
+    with zipfile.ZipFile(version / name, "w") as archive:
         archive.writestr(member, "")
     assert hasattr(TritonPythonModel(), "is_ready") is asked
-    (tmp_path.parent / "config.pbtxt").write_text(scenarios.option("OPTIMIZE", "aoti"))
+    (tmp_path / "config.pbtxt").write_text(scenarios.option("OPTIMIZE", "aoti"))
     assert not hasattr(TritonPythonModel(), "is_ready")
 
 

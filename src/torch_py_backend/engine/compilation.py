@@ -160,10 +160,10 @@ def cached(config: ModelConfig) -> Iterator[None]:
     # on a new machine would compile them. torch 2.6 has no such option.
     with contextlib.suppress(AttributeError):
         inductor.cpp_cache_precompile_headers = False
-    folder = cache_folder(config)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(private_files.turn(config.name))
+        folder = cache_folder(config)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         if (folder / _GRAPHS).exists():
             stack.close()
         yield
