@@ -238,8 +238,8 @@ def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(
     monkeypatch.setitem(sys.modules, "__main__", script)
     loader.exec_module(script)
     with pytest.raises(SaveError, match="Limited uses 'LIMIT', which is defined in the script"):
-        source_files.write(tmp_path, "hooks", script.Limited, "Hooks", write_out=True)
-    source_files.write(tmp_path, "hooks", script.Letters, "Hooks", write_out=True)
+        source_files.write(tmp_path, "hooks", script.Limited)
+    source_files.write(tmp_path, "hooks", script.Letters)
     scope: dict[str, Any] = {}
     exec((tmp_path / "hooks.py").read_text(), scope)
     assert scope["Hooks"]().preprocess("abba") == 2

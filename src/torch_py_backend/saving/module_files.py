@@ -36,15 +36,22 @@ def write_source(
     folder.mkdir(parents=True)
     name = type(module).__name__
     options: Document = {"MODEL_KWARGS": kwargs} if kwargs else {}
-    if not pretrained:
-        _write_weights(module, folder / "model.safetensors")
-        source_files.write(folder, "model", type(module), name)
-        return {**options, "MODEL_CLASS": name}
-    parts: list[Any] = [module, processor]
-    for part in parts:
-        if part is not None:
-            part.save_pretrained(folder)
-    return {**options, "MODEL_FACTORY": f"transformers:{name}"}
+    if pretrained:
+        parts: list[Any] = [module, processor]
+        for part in parts:
+            if part is not None:
+                part.save_pretrained(folder)
+        return {**options, "MODEL_FACTORY": f"transformers:{name}"}
+    source_files.write(folder, "model", type(module))
+    own = module.state_dict(keep_vars=True)
+    # A file has no views: of tied weights one is written, others that share memory are copied.
+    names = {id(value): key for key, value in own.items()}
+    state = {}
+    for key in names.values():
+        weight = own[key].detach().cpu().contiguous()
+        state[key] = weight.clone() if own[key]._is_view() else weight  # noqa: SLF001  no public name
+    safetensors.torch.save_file(state, folder / "model.safetensors")
+    return {**options, "MODEL_CLASS": name}
 
 
 def write_program(
@@ -96,11 +103,13 @@ def write_beside(folder: Path, hooks: type | Path | None, item: Item) -> None:
     if isinstance(hooks, Path):
         shutil.copyfile(hooks, folder / HOOKS)
     elif hooks is not None:
-        source_files.write(folder, "hooks", hooks, "Hooks", write_out=True)
-    tensors: dict[str, Tensor] = {}
-    for name, value in item.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value.detach().cpu().contiguous().clone()  # they may share memory
+        source_files.write(folder, "hooks", hooks)
+    # Cloned: they may share memory.
+    tensors = {
+        name: value.detach().cpu().contiguous().clone()
+        for name, value in item.items()
+        if isinstance(value, Tensor)
+    }
     if len(tensors) == len(item):
         safetensors.torch.save_file(tensors, folder / EXAMPLE)
     else:
@@ -115,15 +124,3 @@ def write_beside(folder: Path, hooks: type | Path | None, item: Item) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(0o644)  # safetensors 0.8 writes files for their owner only
-
-
-def _write_weights(module: nn.Module, path: Path) -> None:
-    """Write the state_dict as safetensors; of weights that are tied in the module, one."""
-    own = module.state_dict(keep_vars=True)
-    names = {id(value): key for key, value in own.items()}
-    state = {}
-    for key in names.values():
-        weight = own[key].detach().cpu().contiguous()
-        # A file has no views: two weights that share memory would be refused.
-        state[key] = weight.clone() if own[key]._is_view() else weight  # noqa: SLF001  no public name
-    safetensors.torch.save_file(state, path)

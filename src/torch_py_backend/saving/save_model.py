@@ -183,8 +183,7 @@ def _hooks_of(
 ) -> tuple[type | Path | None, object]:
     """Return the user's hooks, or the file of the processor's and its example of a request."""
     known = [value for attribute, value in _PROCESSORS.items() if hasattr(processor, attribute)]
-    fits = bool(known) if hooks is None else hasattr(processor, "save_pretrained")
-    if processor is not None and not (pretrained and fits):
+    if processor is not None and not (pretrained and (known or hooks)):
         raise SaveError(
             f"processor is {a_type(processor)} for {a_type(module)}",
             expected="a tokenizer or an image processor for a model of transformers, in the format"

@@ -20,32 +20,26 @@ from types import ModuleType
 from torch_py_backend.errors import SaveError
 from torch_py_backend.loading import source_dependencies
 
-_MAIN = "__main__"
 _CURE = "Put the class and what it uses into a .py file and import it."
 _INSTALLED = [
-    *map(Path, {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}),
-    *map(Path, [*site.getsitepackages(), site.getusersitepackages()]),
+    *map(Path, [*map(sysconfig.get_path, ("stdlib", "platstdlib")), *site.getsitepackages()]),
+    Path(site.getusersitepackages()),
 ]
 
 
-def write(
-    folder: Path,
-    stem: str,
-    value: type,
-    name: str,
-    *,
-    write_out: bool = False,
-) -> None:
-    """Write a source file, `stem`.py, that has a class by a name, after a user's own such file.
+def write(folder: Path, stem: str, value: type) -> None:
+    """Write a class into model.py or hooks.py, after a user's own file of that name.
 
-    With `write_out`, the source of a class of a script or notebook is written into the file.
+    The class of hooks is named Hooks there.
     """
-    local = "<locals>" in value.__qualname__
-    origin = None if local else _origin(value.__name__, value)
+    name = "Hooks" if stem == "hooks" else value.__name__
+    origin = _origin(value.__name__, value)
     if origin is not None:
-        lines = _imported(folder, stem, name, *origin)
-    elif write_out and value.__module__ == _MAIN:
-        lines = _written_out(folder, stem, value, name)
+        lines = _imported(folder, name, *origin)
+        if origin[0] == stem:  # the file is a copy of this module, which does not import itself
+            lines = f"\n\n{name} = {origin[1]}\n" if name != origin[1] else ""
+    elif stem == "hooks" and value.__module__ == "__main__":
+        lines = _written_out(folder, value)
     else:
         raise SaveError(
             f"{value.__qualname__} cannot be imported: it is defined in a script, a notebook or a"
@@ -57,48 +51,37 @@ def write(
     path.write_text(own + lines, encoding="utf-8")
 
 
-def _imported(
-    folder: Path,
-    stem: str,
-    name: str,
-    module: str,
-    attribute: str,
-) -> str:
+def _imported(folder: Path, name: str, module: str, attribute: str) -> str:
     """Return the import of a value, after copying the files of a module that is not installed."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    path = Path(file or sys.executable).absolute()
-    if file is not None and not any(path.is_relative_to(place) for place in _INSTALLED):
+    path = Path(getattr(sys.modules[module], "__file__", None) or sysconfig.__file__).absolute()
+    if not any(path.is_relative_to(place) for place in _INSTALLED):
         parts = module.split(".")
         root = path.parents[len(parts) - (path.name != "__init__.py")]
         for place, source in source_dependencies.modules(root, parts[0]).items():
             (folder / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / place)
-        if module == stem:  # this file begins with the module
-            return f"\n\n{name} = {attribute}\n" if name != attribute else ""
     statement = f"from {module} import {attribute}" if attribute else f"import {module}"
-    renamed = "" if name == (attribute or module) else f" as {name}"
-    return f"{statement}{renamed}\n"
+    return f"{statement}\n" if name == (attribute or module) else f"{statement} as {name}\n"
 
 
-def _written_out(folder: Path, stem: str, value: type, name: str) -> str:
-    """Return the source of a class after the imports of what it uses."""
+def _written_out(folder: Path, value: type) -> str:
+    """Return the source of a class of hooks after the imports of what it uses."""
     text = textwrap.dedent(inspect.getsource(value))
     nodes = [*ast.walk(ast.parse(text))]
     names = [node for node in nodes if isinstance(node, ast.Name)]
     read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
     defined = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    scope = vars(sys.modules[_MAIN])
+    scope = vars(sys.modules["__main__"])
     imports = ""
     for used in sorted((read - defined - {value.__name__, "__name__", "__file__"}) & scope.keys()):
         origin = _origin(used, scope[used])
         if origin is None:
             raise SaveError(
-                f"{value.__name__} uses '{used}', which is defined in the script",
-                cure=_CURE,
+                f"{value.__name__} uses '{used}', which is defined in the script", cure=_CURE
             )
-        imports += _imported(folder, stem, used, *origin)
-    renamed = "" if name == value.__name__ else f"\n\n{name} = {value.__name__}\n"
+        imports += _imported(folder, used, *origin)
+    renamed = "" if value.__name__ == "Hooks" else f"\n\nHooks = {value.__name__}\n"
     return f"{imports}\n\n{text.rstrip()}\n{renamed}"
 
 
@@ -106,8 +89,7 @@ def _origin(name: str, value: object) -> tuple[str, str] | None:
     """Return the module and the attribute from which to import a value; None: no module has it."""
     if isinstance(value, ModuleType):
         return (value.__name__, "") if importlib.util.find_spec(value.__name__) else None
-    module = getattr(value, "__module__", None)
-    if not isinstance(module, str) or module == _MAIN or module not in sys.modules:
-        return None
+    module = getattr(value, "__module__", None) or "__main__"
     attribute = getattr(value, "__name__", name)
-    return (module, attribute) if getattr(sys.modules[module], attribute, None) is value else None
+    is_there = getattr(sys.modules.get(module), attribute, None) is value
+    return (module, attribute) if is_there and module != "__main__" else None
