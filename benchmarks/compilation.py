@@ -3,7 +3,7 @@
     python -m benchmarks.compilation [--models resnet18,transformer] [--rows 32] [--rounds 3]
 
 Each start is a server of its own, from its start to READY, with an empty temporary folder. An eager
-start has no compilation. A package of AOTInductor is compiled beforehand.
+start has no compilation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from benchmarks import harness, repositories
 from benchmarks.models import MAX_BATCH_SIZE, MODELS
 from benchmarks.tables import markdown, spread
 
-_COMPILED = 'parameters { key: "TORCH_COMPILE_OPTIONAL_PARAMETERS" value { string_value: "{}" } }\n'
+_WAYS = {
+    "torch.compile": 'key: "TORCH_COMPILE_OPTIONAL_PARAMETERS" value { string_value: "{}" }',
+    "aoti": 'key: "OPTIMIZE" value { string_value: "aoti" }',
+}
 
 
 def ready(repository: Path) -> float:
@@ -39,18 +42,20 @@ def ready(repository: Path) -> float:
 def starts(name: str, rows: int) -> dict[str, float]:
     """Return the seconds of one start of each kind."""
     with harness.scratch() as scratch:
-        first, copied, packages = (Path(scratch, folder) for folder in ("a", "b", "packages"))
+        first = Path(scratch, "a")
         repositories.write(name, first)
-        repositories.write_package(name, packages)
         config = first / name / "config.pbtxt"
         largest = f"max_batch_size: {rows}"
         eager = config.read_text().replace(f"max_batch_size: {MAX_BATCH_SIZE}", largest)
         config.write_text(eager)
-        seconds = {"eager": ready(first), "package": ready(packages)}
-        config.write_text(eager + _COMPILED)
-        seconds |= {"cold": ready(first), "warm": ready(first)}
-        shutil.copytree(first, copied)
-        return seconds | {"copied": ready(copied)}
+        seconds = {"eager": ready(first)}
+        for way, option in _WAYS.items():
+            config.write_text(f"{eager}parameters {{ {option} }}\n")
+            seconds |= {f"{way}, cold": ready(first), f"{way}, warm": ready(first)}
+            copied = Path(scratch, way)
+            shutil.copytree(first, copied)
+            seconds[f"{way}, copied"] = ready(copied)
+        return seconds
 
 
 def main(words: list[str]) -> None:

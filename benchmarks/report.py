@@ -15,11 +15,13 @@ from benchmarks.models import MAX_BATCH_SIZE, MODELS
 from benchmarks.tables import Spread, spread
 
 FLOOR, TRANSFER, PLAIN, HTTP, RUNTIME = "floor", "transfer", "plain", "http", "runtime"
+AOTI = "aoti"
 LIBTORCH = "libtorch"
 _IN_THE_SERVER = {
     FLOOR: "no-op floor",
     TRANSFER: "reads and writes only",
     PLAIN: "written by hand",
+    AOTI: "AOTInductor",
     HTTP: "ours over HTTP",
     RUNTIME: "Triton's Python runtime",
 }
@@ -31,6 +33,7 @@ _TITLES = (
 _SERVED = {
     FLOOR: "in the same server: a Python backend model that returns a prepared response",
     TRANSFER: "in the same server: a Python backend model that reads inputs, writes responses",
+    AOTI: 'in the same server: the same network with OPTIMIZE "aoti"; ours runs it eagerly',
     PLAIN: "in the same server: a Python backend model for this network only, without checks",
     HTTP: "this backend in the same server, over HTTP",
     RUNTIME: "in the same server: model.py of Triton's PyTorch backend, which compiles the network",

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch
 import torch
-from torch._inductor import aoti_compile_and_package
 
 from benchmarks import models
 from benchmarks.models import MAX_BATCH_SIZE, MODELS, Parameter
@@ -30,25 +29,21 @@ instance_group [{{ kind: {kind} count: 1 }}]
 _PARAMETER = 'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
 
 
-def write(name: str, repository: Path, kind: str = "KIND_CPU") -> None:
-    """Write a model of the comparison for our backend, under its own name."""
-    version = _version(repository / name)
+def write(name: str, repository: Path, kind: str = "KIND_CPU", served: str = "") -> None:
+    """Write a model of the comparison for our backend, under its own name or another one."""
+    folder = repository / (served or name)
+    version = _version(folder)
     shutil.copy(models.__file__, version / "model.py")
     chosen = _parameter("MODEL_CLASS", _fill(name, version))
-    (repository / name / "config.pbtxt").write_text(_config("pytorch_py", name, kind) + chosen)
+    (folder / "config.pbtxt").write_text(_config("pytorch_py", name, kind) + chosen)
 
 
-def write_package(name: str, repository: Path) -> str:
-    """Write the model as an AOTInductor package; return its name on the server."""
-    served = f"{name}_package"
-    version = _version(repository / served)
-    model = MODELS[name]
-    example = tuple(torch.stack([tensor] * MAX_BATCH_SIZE) for tensor in model.example())
-    rows = torch.export.Dim("rows", min=1, max=MAX_BATCH_SIZE)
-    shapes = tuple({0: rows} for _ in example)
-    program = torch.export.export(model.build(), example, dynamic_shapes=shapes)
-    aoti_compile_and_package(program, package_path=str(version / "model.pt2"))
-    (repository / served / "config.pbtxt").write_text(_config("pytorch_py", name))
+def write_compiled(name: str, repository: Path, kind: str = "KIND_CPU") -> str:
+    """Write the model with `OPTIMIZE: "aoti"`; return its name on the server."""
+    served = f"{name}_aoti"
+    write(name, repository, kind, served)
+    with (repository / served / "config.pbtxt").open("a") as config:
+        config.write(_parameter("OPTIMIZE", "aoti"))
     return served
 
 

@@ -51,14 +51,14 @@ from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
 from benchmarks.models import MODELS
-from benchmarks.report import FLOOR, HTTP, LIBTORCH, PLAIN, RUNTIME, TRANSFER, Report, Row
+from benchmarks.report import AOTI, FLOOR, HTTP, LIBTORCH, PLAIN, RUNTIME, TRANSFER, Report, Row
 from torch_py_backend.errors import BackendError, ToolError
 
 # Triton's Python runtime compiles for each number of requests that it meets in a batch.
 _COMPILATION_SECONDS = 45
 # On a GPU: cuDNN convolves in TF32.
 _TOLERANCES = {"cpu": 0.0, "cuda": 1e-2}
-_AGAINST = (FLOOR, TRANSFER, PLAIN, HTTP, RUNTIME, LIBTORCH, *PEERS)
+_AGAINST = (FLOOR, TRANSFER, PLAIN, AOTI, HTTP, RUNTIME, LIBTORCH, *PEERS)
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ def _serving(model: str, settings: Settings) -> Iterator[Ours]:
             TRANSFER: repositories.write_transfer(model, repository),
             PLAIN: repositories.write_plain(model, repository, settings.kind),
         }
+        if AOTI in settings.against:
+            others[AOTI] = repositories.write_compiled(model, repository, settings.kind)
         if RUNTIME in settings.against and settings.runtime is not None:
             others[RUNTIME] = repositories.write_runtime(
                 model, repository, settings.runtime, settings.kind
