@@ -98,10 +98,14 @@ def open_package(
 
 
 def compile_program(program: ExportedProgram, path: Path, options: Mapping[str, object]) -> None:
-    """Compile a program to a package, with options of inductor."""
-    from torch._inductor import aoti_compile_and_package  # noqa: PLC0415  slow
+    """Compile a program to a package, with those options of inductor that this torch has."""
+    from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
 
-    aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(options))
+    known = config.get_config_copy()
+    # Inductor would keep the headers in a folder in /tmp whose name another user can predict.
+    options = {"aot_inductor.precompile_headers": False, **options}
+    options = {name: value for name, value in options.items() if name in known}
+    aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
 def _checked(

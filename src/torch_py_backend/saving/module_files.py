@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import SaveError
+from torch_py_backend.loading import aotinductor
 from torch_py_backend.loading.discovery import HOOKS
 from torch_py_backend.model_folders.artifact_files import EXAMPLE
 from torch_py_backend.saving import source_files
@@ -85,13 +86,9 @@ def write_program(
     if not compiled:
         torch.export.save(program, folder / "model.pt2")
         return {}
-    from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
-
     # By default, a package takes at least 2 rows.
-    unchecked = batch_alone and _CHECK in config.get_config_copy()
-    options = {_CHECK: False} if unchecked else {}
-    path = str(folder / "model.pt2")
-    aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+    options = {_CHECK: False} if batch_alone else {}
+    aotinductor.compile_program(program, folder / "model.pt2", options)
     return {}
 
 
