@@ -295,19 +295,12 @@ COMPLETED = (
 
 # Types that the artifact contradicts.
 _WITHOUT_WARMUP = scenarios.option("WARMUP", "false")
-_IMAGES = config({"INPUT__0": [1, 8, 8]}, {"OUTPUT__0": [10]})
 CONTRADICTED = (
     scenarios.refused(
         "torchscript_of_strings",
         _write("torchscript", "one"),
         _ONE_CONFIG.replace("TYPE_FP32", "TYPE_STRING", 1) + _WITHOUT_WARMUP,
         "input 'x' is BYTES, and forward() takes a tensor",
-    ),
-    scenarios.refused(
-        "aoti_of_integers",
-        _PACKAGE,
-        _IMAGES.replace("FP32", "INT32", 1) + _WITHOUT_WARMUP,
-        "input 'INPUT__0' does not fit the compiled package: unmatched dtype",
     ),
 )
 

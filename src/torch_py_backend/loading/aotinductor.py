@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,12 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, InputError
+from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import discovery, example_inputs
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded, reading
 from torch_py_backend.processes import instance_status
 from torch_py_backend.signature import binding, introspection
-from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import ANY_ROWS, Rows
 
 log = logging.getLogger(__name__)
@@ -39,16 +38,16 @@ _CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
 # be >= 2, but got: 1". Up to torch 2.11 they are printed only.
 REFUSED = re.compile(r"input_handles\[(\d+)\]: (.*)")
 
-# Calls a package with its leaves, and returns the leaves of its result.
-_Run: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
-
 
 def load(
     artifact: Artifact,
     config: ModelConfig,
     device: torch.device | None,
 ) -> Loaded:
-    """Load a package. It is called with its leaves, in the order of the package."""
+    """Load a package. It is called with its leaves, in the order of the package.
+
+    It raises InputError with torch's reason if the package does not accept an input.
+    """
     path = artifact.path
     difference = mismatch(path, device)
     if difference:
@@ -60,13 +59,36 @@ def load(
     in_spec = pytree.treespec_loads(package.get_call_spec()[0])
     # A tree would only be built to be flattened again.
     signature = dataclasses.replace(introspection.from_tree(in_spec, {}), unflatten=None)
-    rows, call = _checked(config, signature, package.run, device)
-    if rows.least > 1:  # torch has printed its refusal of one row
-        log.info("%s takes at least two rows; a single one is filled up.", path.name)
+    config = binding.with_controls(config, signature)
+    names = signature.leaves or ()
+    # Inputs of hooks, or of a wrong number, are others than the leaves.
+    fits = len(names) == len(config.inputs) and all(spec.dtype.torch for spec in config.inputs)
+    if fits:
+        names = binding.bind_inputs([spec.name for spec in config.inputs], signature).names
 
     def module(*leaves: Tensor) -> object:
-        return pytree.tree_unflatten(call(list(leaves)), out_spec)
+        try:
+            results = package.run(list(leaves))
+        except RuntimeError as error:
+            refused = REFUSED.search(str(error))
+            if refused is None:
+                raise
+            name, reason = names[int(refused[1])], refused[2]
+            raise InputError(
+                f"input '{name}' does not fit the compiled package: {reason}"
+            ) from error
+        return pytree.tree_unflatten(results, out_spec)
 
+    rows = ANY_ROWS
+    if fits and config.max_batch_size:
+        item = example_inputs.item(config, 1)
+        try:
+            with torch.inference_mode():
+                # The checks compare devices before sizes.
+                module(*(torch.as_tensor(item[name]).to(device or "cpu") for name in names))
+        except (RuntimeError, InputError):  # up to torch 2.11, torch prints the reason
+            log.info("%s takes at least two rows; a single one is filled up.", path.name)
+            rows = Rows(2)  # torch.export specializes a size of 1
     return Loaded(artifact, module, signature, rows=rows, close=close)
 
 
@@ -106,50 +128,6 @@ def compile_program(program: ExportedProgram, path: Path, options: Mapping[str, 
     options = {"aot_inductor.precompile_headers": False, **options}
     options = {name: value for name, value in options.items() if name in known}
     aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
-
-
-def _checked(
-    config: ModelConfig, signature: Signature, run: _Run, device: torch.device | None
-) -> tuple[Rows, _Run]:
-    """Return how many rows a package takes, and a function to call it.
-
-    The function raises InputError with torch's reason if the package does not accept an input.
-    """
-    config = binding.with_controls(config, signature)
-    specs = config.inputs
-    if len(specs) != len(signature.leaves or ()) or not all(spec.dtype.torch for spec in specs):
-        return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match
-    names = binding.bind_inputs([spec.name for spec in specs], signature).names
-
-    def call(leaves: list[Tensor]) -> list[Tensor]:
-        try:
-            return run(leaves)
-        except RuntimeError as error:
-            refused = REFUSED.search(str(error))
-            if refused is None:
-                raise
-            raise InputError(
-                f"input '{names[int(refused[1])]}' does not fit the compiled package: {refused[2]}"
-            ) from error
-
-    if not config.max_batch_size:
-        return ANY_ROWS, call
-    item = example_inputs.item(config, 1)
-    # The checks compare devices before sizes.
-    return _rows(call, [torch.as_tensor(item[name]).to(device or "cpu") for name in names]), call
-
-
-def _rows(call: _Run, row: list[Tensor]) -> Rows:
-    """Return how many rows a package takes, from a call with one; ConfigError for a wrong dtype."""
-    try:
-        with torch.inference_mode():
-            call(row)
-    except (RuntimeError, InputError) as error:  # up to torch 2.11 a RuntimeError
-        reason = str(error)
-        if "unmatched dtype" in reason:
-            raise ConfigError(reason, cure="Write that type into config.pbtxt.") from error
-        return Rows(2)  # torch.export specializes a size of 1
-    return ANY_ROWS
 
 
 def device_of(path: Path) -> torch.device:
