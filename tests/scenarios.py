@@ -968,7 +968,7 @@ LOAD_ERRORS = (
     refused("no_files", _NOTHING, _X_TO_Y, "holds no files"),
     refused("whole_module", saved(nn.Linear(4, 4)), _X_TO_Y, "Save module.state_dict()"),
     refused("truncated", raw(_SCRIPTED.save_to_buffer()[:-300]), _X_TO_Y, "or a damaged one"),
-    refused("syntax_error", text("import torch\n\ndef f(:\n"), _X_TO_Y, "line 3: SyntaxError"),
+    refused("syntax_error", text("import torch\n\ndef f(:\n"), _X_TO_Y, "(model.py, line 3)"),
     refused("several_classes", python(models.Negate, models.AddSub), _X_TO_Y, "MODEL_CLASS"),
     refused("no_weights", python(models.Affine), _X_TO_3, 'WEIGHTS to "none"'),
     refused("list_error", text(_LISTS), _X_TO_Y, "no list of numbers"),

@@ -194,7 +194,6 @@ def test_file_of_examples_comes_before_a_function(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("examples", "message"),
     [
-        ("{'x': ['a', 3]}", "'x' is neither a tensor nor a list of strings"),
         ("{'y': torch.rand(2, 4), 'z': torch.rand(2)}", "forward(x) has no z"),
         ("{'x': torch.rand(2, 5)}", "forward() raised"),
         ("{'x': torch.rand(2, 4).cfloat()}", "tensor 'x' is complex64"),

@@ -131,7 +131,7 @@ def test_init_without_examples(tmp_path: Path) -> None:
 def test_init_of_weights(tmp_path: Path) -> None:
     """Weights require their class, and a class its weights."""
     safetensors.torch.save_file(models.Affine().state_dict(), tmp_path / "net.safetensors")
-    text = "Put the class that it belongs to in net.py beside it."
+    text = "put its class in net.py beside it."
     refuse(text, "init", "net.safetensors", _INPUT, cwd=tmp_path)
     scenarios.text(models.source(models.Affine), "net.py")(tmp_path)
     _init(tmp_path, "net.safetensors", _INPUT)

@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import discovery
-from torch_py_backend.loading.discovery import Artifact, ArtifactType, Misfit
+from torch_py_backend.loading.discovery import Artifact, ArtifactType, NoModel
 
 _Writer = Callable[[Path], object]
 _Files = dict[str, _Writer]
@@ -94,7 +94,7 @@ def test_error_lists_the_existing_files_and_the_expected_names(tmp_path: Path) -
     for file in ("b.txt", "a.pt", "model.py/x"):
         build.write(tmp_path, file, "")
     (tmp_path / "1" / "model.pth").symlink_to("gone.pt")
-    files = r"a\.pt, b\.txt, model\.pth \(a broken link\), model\.py"
+    files = r"a\.pt, b\.txt, model\.py"
     with pytest.raises(ArtifactError, match=f"version 1 holds {files}; expected model.py or model"):
         discovery.find(build.config(tmp_path))
 
@@ -126,8 +126,8 @@ def test_several_weights_need_a_name(tmp_path: Path) -> None:
         # Without a module, it registers what the model needs.
         ("import torchvision\n", "model.pt"),
         ("@op('shop::f')\ndef f(x): ...\nclass Pair(typing.NamedTuple): ...\n", "model.pt"),
-        ("try:\n    class Net(Base): ...\nfinally: ...\n", "model.py"),
-        ("def (", "model.py"),
+        ("try:\n    class Net(PreTrainedModel): ...\nfinally: ...\n", "model.py"),
+        ("def (", "model.pt"),
     ],
 )
 def test_model_py_without_a_module_belongs_to_the_complete_model_beside_it(
@@ -164,7 +164,7 @@ def raw(content: bytes) -> _Writer:
 
 
 _STATE = models.Affine().state_dict()
-CONTENTS: dict[str, tuple[_Writer, ArtifactType | Misfit]] = {
+CONTENTS: dict[str, tuple[_Writer, ArtifactType | NoModel]] = {
     "code alone": (archive("data.pkl", "code/__torch__.py"), ArtifactType.TORCHSCRIPT),
     "constants": (archive("data.pkl", "constants.pkl"), ArtifactType.TORCHSCRIPT),
     "extra files": (
@@ -175,18 +175,18 @@ CONTENTS: dict[str, tuple[_Writer, ArtifactType | Misfit]] = {
     ),
     "legacy state_dict": (
         lambda path: torch.save(_STATE, path, _use_new_zipfile_serialization=False),
-        discovery.WEIGHTS,
+        NoModel.WEIGHTS,
     ),
-    "empty": (raw(b""), discovery.UNKNOWN),
-    "git-lfs pointer": (raw(b"version https://git-lfs.github.com/spec/v1\n"), discovery.GIT_LFS),
-    "other zip": (archive("notes.txt"), discovery.UNKNOWN),
-    "safetensors": (lambda path: safetensors.torch.save_file(_STATE, path), discovery.WEIGHTS),
+    "empty": (raw(b""), NoModel.UNKNOWN),
+    "git-lfs pointer": (raw(b"version https://git-lfs.github.com/spec/v1\n"), NoModel.UNKNOWN),
+    "other zip": (archive("notes.txt"), NoModel.UNKNOWN),
+    "safetensors": (lambda path: safetensors.torch.save_file(_STATE, path), NoModel.WEIGHTS),
     # A package may hold its program, too.
     "AOTInductor package": (
         archive("models/model.json", "data/aotinductor/model/abc.so"),
         ArtifactType.AOTI,
     ),
-    "head of a zip": (raw(b"PK\x03\x04" + bytes(60)), discovery.UNKNOWN),
+    "head of a zip": (raw(b"PK\x03\x04" + bytes(60)), NoModel.UNKNOWN),
 }
 
 

@@ -77,16 +77,17 @@ def test_source_cannot_import_a_model_py_beside_it(tmp_path: Path) -> None:
         source_dependencies.find(source)
 
 
-def test_index_is_renamed_and_shards_in_its_folder_keep_their_names(tmp_path: Path) -> None:
-    names = ["net-1.safetensors", "parts/2.safetensors", "gone.safetensors"]
-    outside = ["../secret.safetensors", os.fspath(tmp_path / "secret.safetensors")]
-    keys = dict(enumerate([*names, *outside]))
-    files = {"net.py": "", "net.safetensors.index.json": json.dumps({"weight_map": keys})}
-    source = _lay_out(tmp_path / "mine", files | dict.fromkeys(names[:2], ""))
+def test_index_is_renamed_and_shards_beside_it_keep_their_names(tmp_path: Path) -> None:
+    outside = os.fspath(tmp_path / "secret.safetensors")
+    keys = dict(
+        enumerate(["net-1.safetensors", "gone.safetensors", "../secret.safetensors", outside])
+    )
+    index = json.dumps({"weight_map": keys})
+    files = {"net.py": "", "net.safetensors.index.json": index, "net-1.safetensors": ""}
+    source = _lay_out(tmp_path / "mine", files)
     _lay_out(tmp_path, {"secret.safetensors": "", "mine/other.safetensors": ""})
     assert _files(source) == {
         "model.py": "net.py",
         "model.safetensors.index.json": "net.safetensors.index.json",
         "net-1.safetensors": "net-1.safetensors",
-        "parts/2.safetensors": "parts/2.safetensors",
     }

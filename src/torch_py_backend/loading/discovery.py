@@ -5,15 +5,15 @@ Reads names, first bytes and zip members. Does not import torch, unpickle, or ru
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import enum
 import json
+import re
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError
@@ -29,25 +29,11 @@ class ArtifactType(enum.Enum):
     FACTORY = "a factory of an installed package"
 
 
-class Misfit(NamedTuple):
-    """The type of a file that is no model: a description, and what to do with the file."""
+class NoModel(enum.Enum):
+    """The type of a file that is no model."""
 
-    value: str
-    cure: str
-
-
-WEIGHTS = Misfit(
-    "weights without code, or a pickled module",
-    "Put the class that it belongs to in {stem}.py beside it. Save module.state_dict(): pickled"
-    " modules can run any code and are not loaded.",
-)
-GIT_LFS = Misfit(
-    "a git-lfs pointer, not the file that it stands for", "Fetch the file with `git lfs pull`."
-)
-UNKNOWN = Misfit(
-    "not a PyTorch file, or a damaged one",
-    "Write it again with torch.jit.save, or copy it again.",
-)
+    WEIGHTS = "weights without code, or a pickled module"
+    UNKNOWN = "not a PyTorch file, such as a git-lfs pointer, or a damaged one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +73,6 @@ HOOKS = "hooks.py"
 """The name of the file of hooks in a version folder."""
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
 """The suffixes of weights files that are found by their stem."""
-# Bases of classes that programs take and return.
-_CONTAINERS = {"NamedTuple", "OrderedDict", "dict", "ModelOutput"}
 _DEFAULTS = ("model.py", "model.pt", "model.pt2")
 
 
@@ -104,45 +88,45 @@ def find(config: ModelConfig) -> Artifact:
         ArtifactError: there is no such file, or it cannot be served.
         ConfigError: an option names a file outside the model's folder.
     """
+    folder, name = config.version_folder, config.options.weights or ""
     if ":" in (config.options.model_factory or ""):
-        artifact = _with_weights(config, ArtifactType.FACTORY, config.version_folder)
+        artifact, stem = Artifact(ArtifactType.FACTORY, folder), folder / "model"
     else:
-        artifact = _from_file(config, _model_file(config))
-    hooks = config.version_folder / HOOKS
-    return dataclasses.replace(artifact, hooks=hooks) if hooks.is_file() else artifact
+        artifact = of_file(_model_file(config))
+        stem = artifact.path.with_suffix("")
+    has_code = artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
+    weights = None
+    if has_code and not name:
+        weights = weights_beside(stem)
+    elif has_code and name.lower() != "none":
+        check_inside(config, "WEIGHTS", name)  # in the version folder, or in the model's
+        weights = folder / name
+    hooks = folder / HOOKS
+    hooks_file = hooks if hooks.is_file() else None
+    return dataclasses.replace(artifact, weights=weights, hooks=hooks_file)
+
+
+def of_file(path: Path) -> Artifact:
+    """Return the artifact of a model's file, without weights; ArtifactError if it is none."""
+    source = path.with_suffix(".py")
+    kind = ArtifactType.MODULE if path == source else file_type(path)
+    if kind is NoModel.WEIGHTS and source.is_file():
+        kind, path = ArtifactType.MODULE, source
+    if isinstance(kind, ArtifactType):
+        return Artifact(kind, path)
+    cure = (
+        f"Save module.state_dict(), not the module, and put its class in {source.name} beside it."
+    )
+    raise ArtifactError(
+        f"{path.name} is {kind.value}",
+        expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
+        cure=cure if kind is NoModel.WEIGHTS else "",
+    )
 
 
 def defines_module(source: Path) -> bool:
-    """Return whether a file may define an nn.Module: a class whose base is no container."""
-    try:
-        tree = ast.parse(source.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return True  # loading it reports the error
-    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    bases = [ast.unparse(base) for node in classes for base in node.bases]
-    names = {base.rpartition(".")[2] for base in bases}
-    return not names <= _CONTAINERS
-
-
-def _from_file(config: ModelConfig, path: Path) -> Artifact:
-    if path.suffix == ".py":
-        return _with_weights(config, ArtifactType.MODULE, path)
-    kind = file_type(path)
-    if isinstance(kind, ArtifactType):
-        return Artifact(kind, path)
-    source = path.with_suffix(".py")
-    if kind is WEIGHTS and source.is_file():
-        return _with_weights(config, ArtifactType.MODULE, source)
-    raise misfit_error(path, kind)
-
-
-def misfit_error(path: Path, kind: Misfit) -> ArtifactError:
-    """Return the error about a file that is no model."""
-    return ArtifactError(
-        f"{path.name} is {kind.value}",
-        expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
-        cure=kind.cure.format(stem=path.stem),
-    )
+    """Return whether a source file has a class that names a module or a model."""
+    return bool(re.search(rb"^\s*class .*Mod(ule|el)\b", source.read_bytes(), re.MULTILINE))
 
 
 def _model_file(config: ModelConfig) -> Path:
@@ -154,42 +138,26 @@ def _model_file(config: ModelConfig) -> Path:
     elif name is not None and name not in _DEFAULTS:
         # A default name may be a link to a store of models.
         check_inside(config, "default_model_filename", name)
-    paths = [folder / name for name in names]
-    present = [path for path in paths if path.is_file()]
+    present = [path for name in names if (path := folder / name).is_file()]
     if not present:
-        entries = folder.iterdir() if folder.is_dir() else ()
-        others = [path.name + ("" if path.exists() else " (a broken link)") for path in entries]
+        files = sorted(path.name for path in folder.glob("*") if path.exists())
         raise ArtifactError(
-            f"version {config.version} holds {', '.join(sorted(others)) or 'no files'}",
+            f"version {config.version} holds {', '.join(files) or 'no files'}",
             expected=" or ".join(names),
             cure="Put the model there, or name its file with default_model_filename.",
         )
-    first = present[0]
-    selected = options.model_class or options.model_factory
-    if first.suffix == ".py" and not (selected or options.weights or defines_module(first)):
+    first, *others = present
+    selected = options.model_class or options.model_factory or options.weights
+    if first.suffix == ".py" and not selected and not defines_module(first):
         # It is not the model if there is a model without further files.
-        for path in present[1:]:
-            with contextlib.suppress(OSError):
-                if isinstance(file_type(path), ArtifactType):
-                    return path
+        complete = (path for path in others if isinstance(file_type(path), ArtifactType))
+        return next(complete, first)
     return first
 
 
-def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path) -> Artifact:
-    name = config.options.weights
-    if not name:
-        is_factory = kind is ArtifactType.FACTORY
-        folder, stem = (path, "model") if is_factory else (path.parent, path.stem)
-        return Artifact(kind, path, weights_beside(folder, stem))
-    if name.lower() == "none":
-        return Artifact(kind, path)
-    check_inside(config, "WEIGHTS", name)  # in the version folder, or in the model's
-    return Artifact(kind, path, config.version_folder / name)
-
-
-def weights_beside(folder: Path, stem: str) -> Path | None:
-    """Return the weights file with this stem in a folder; ArtifactError if there are several."""
-    paths = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
+def weights_beside(stem: Path) -> Path | None:
+    """Return the weights file with a path and any suffix; ArtifactError if there are several."""
+    paths = (stem.with_name(stem.name + suffix) for suffix in WEIGHT_SUFFIXES)
     present = [path for path in paths if path.is_file()]
     if len(present) > 1:
         raise ArtifactError(
@@ -233,48 +201,36 @@ def shard_files(weights: Path) -> dict[str, Path]:
     return {}
 
 
-_HEAD_BYTES = 64
-# The members of zip archives: a part of the name, its end, and the type.
-_MEMBERS = (
-    ("/data/aotinductor/", "", ArtifactType.AOTI),
-    ("/models/", ".json", ArtifactType.EXPORTED),
-    ("/code/", "", ArtifactType.TORCHSCRIPT),
-    ("", "/constants.pkl", ArtifactType.TORCHSCRIPT),
-    ("", "data.pkl", WEIGHTS),
-)
+# The members of zip archives, behind the name of the archive.
+_MEMBERS: Mapping[str, ArtifactType | NoModel] = {
+    "data/aotinductor/": ArtifactType.AOTI,
+    "models/": ArtifactType.EXPORTED,
+    "code/": ArtifactType.TORCHSCRIPT,
+    "constants.pkl": ArtifactType.TORCHSCRIPT,
+    "data.pkl": NoModel.WEIGHTS,
+}
 
 
-def file_type(path: Path) -> ArtifactType | Misfit:
+def file_type(path: Path) -> ArtifactType | NoModel:
     """Return the type of a file from its first bytes and the names of its zip members."""
     with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    if head.startswith(b"\x80"):  # a pickle's first opcode: torch.save before torch 1.6
-        return WEIGHTS
-    if head.startswith(b"PK"):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                # A user's own files (`_extra_files`) may have any name.
-                names = [name for name in archive.namelist() if "/extra/" not in name]
-        except Exception:  # a damaged archive raises nearly anything
-            return UNKNOWN
-        for part, suffix, content in _MEMBERS:
-            if any(part in name and name.endswith(suffix) for name in names):
+        head = file.read(9)
+    # A pickle, as torch.save wrote it before 1.6; safetensors: a length of 8 bytes, then JSON.
+    if head.startswith(b"\x80") or head.endswith(b"{"):
+        return NoModel.WEIGHTS
+    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # damaged, or none
+        members = [name.partition("/")[2] for name in archive.namelist()]
+        for start, content in _MEMBERS.items():
+            if any(member.startswith(start) for member in members):
                 return content
-    if head.startswith(b"version https://git-lfs"):
-        return GIT_LFS
-    # safetensors: eight bytes with the length of the JSON header.
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
-        return WEIGHTS
-    return UNKNOWN
+    return NoModel.UNKNOWN
 
 
 def can_be_mapped(weights: Path) -> bool:
     """Return whether torch.load can map a file: compressed entries would be read as values."""
-    try:
-        with zipfile.ZipFile(weights) as archive:
-            return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
-    except Exception:  # written by torch older than 1.6, or damaged, which loading it reports
-        return False
+    with contextlib.suppress(Exception), zipfile.ZipFile(weights) as archive:  # older than 1.6
+        return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+    return False
 
 
 def aoti_metadata(path: Path) -> dict[str, str]:
@@ -282,8 +238,7 @@ def aoti_metadata(path: Path) -> dict[str, str]:
     with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # loading it reports
         for name in archive.namelist():
             if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
-                entries = json.loads(archive.read(name)).items()
-                return {key: value for key, value in entries if isinstance(value, str)}
+                return {key: str(value) for key, value in json.loads(archive.read(name)).items()}
     return {}
 
 

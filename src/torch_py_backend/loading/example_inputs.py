@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -39,20 +37,12 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     for source in filter(None, (artifact.hooks, of_model)):
         function = getattr(python_source.import_source(source), NAME, None)
         if function is not None:
-            return python_source.call(source, NAME, partial(_examples, function))
+            item: Item = python_source.call(source, NAME, lambda: dict(function()))  # noqa: B023
+            for name, value in item.items():
+                if not isinstance(value, Tensor):  # strings
+                    item[name] = np.asarray(value, dtype=np.object_)
+            return item
     return None
-
-
-def _examples(function: Callable[[], Any]) -> Item:
-    """Return what a function returns, with strings as arrays of objects."""
-    item: Item = {}
-    for name, value in dict(function()).items():
-        item[name] = value
-        if not isinstance(value, Tensor):
-            item[name] = strings = np.asarray(value, dtype=np.object_)
-            if not all(isinstance(element, str | bytes) for element in strings.flat):
-                raise TypeError(f"'{name}' is neither a tensor nor a list of strings")
-    return item
 
 
 def item(
@@ -77,23 +67,17 @@ def item(
         ArtifactError: a file of initial states cannot be read.
     """
     generator = torch.Generator().manual_seed(0)
-    initial = initial_states.find(config, rows)
-    variable = _SHRUNK if shrunk else _VARIABLE
-    pads = (config.options.pad or {}).values()
-    multiple: int = max([1, *(pad.get("multiple_of", 1) for pad in pads)])
-    if multiple > 1:  # the two sizes differ also after rounding up
-        variable = multiple if shrunk else 2 * multiple
-    values: Item = {}
+    multiples = [pad.get("multiple_of", 1) for pad in (config.options.pad or {}).values()]
+    multiple = max(multiples, default=1)
+    # The two sizes differ also after rounding up.
+    sizes = (_VARIABLE, _SHRUNK) if multiple == 1 else (2 * multiple, multiple)
+    values = initial_states.find(config, rows)
     for spec in config.inputs:
-        if spec.name in without:
-            continue
         if spec.name in example:
             values[spec.name] = _from_example(spec, rows, example[spec.name], shrunk=shrunk)
-        elif spec.name in initial:
-            values[spec.name] = initial[spec.name]
-        else:
-            values[spec.name] = _synthetic(spec, rows, variable, generator)
-    return values
+        elif spec.name not in values:
+            values[spec.name] = _synthetic(spec, rows, sizes[shrunk], generator)
+    return {spec.name: values[spec.name] for spec in config.inputs if spec.name not in without}
 
 
 def requests(config: ModelConfig, item: Item) -> list[Item]:
@@ -122,11 +106,7 @@ def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
     """Return whether an example is a valid value of this input, with at least one row."""
     dims = (-1, *spec.dims) if config.max_batch_size else spec.dims
     dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None
-    return (
-        dtype == spec.dtype.torch
-        and pbtxt.fits(value.shape, dims)
-        and all(size > 0 for size in value.shape)
-    )
+    return dtype == spec.dtype.torch and pbtxt.fits(value.shape, dims) and 0 not in value.shape
 
 
 def _from_example(
@@ -140,8 +120,9 @@ def _from_example(
         value = value[np.arange(rows) % value.shape[0]]
     if shrunk:
         for axis, dim in enumerate(spec.dims, value.ndim - len(spec.dims)):
-            size = max(1, value.shape[axis] * _SHRUNK // _VARIABLE)
-            value = value[(slice(None),) * axis + (slice(size),)] if dim == -1 else value
+            if dim == -1:
+                size = max(1, value.shape[axis] * _SHRUNK // _VARIABLE)
+                value = value[(slice(None),) * axis + (slice(size),)]
     return value.contiguous() if isinstance(value, Tensor) else value
 
 

@@ -8,12 +8,11 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
-import logging
-import operator
 import os
+import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -23,13 +22,11 @@ import torch
 from torch import nn
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, join_names, summarize
+from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, join_names, summarize
 from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
-
-log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -62,14 +59,12 @@ def import_source(path: Path) -> ModuleType:
 def importing_from(folder: Path) -> Iterator[None]:
     """Make the modules in a folder importable, during and after the context.
 
-    Triton's stub imports the backend's file as `model`. It is removed from sys.modules where the
-    folder has a `model` of its own.
+    Triton's stub imports the backend's file as `model`. It is removed from sys.modules, because the
+    folder may have a `model` of its own.
     """
     stub = getattr(sys.modules.get("model"), "__file__", None)
-    has_model = any((folder / name).is_file() for name in ("model.py", "model/__init__.py"))
-    if has_model and stub is not None and not Path(stub).is_relative_to(folder):
+    if stub is not None and not Path(stub).is_relative_to(folder):
         del sys.modules["model"]
-        importlib.invalidate_caches()
     sys.path.insert(0, str(folder))
     # Write no bytecode: a model repository may be read-only, or belong to another user.
     previous, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -81,8 +76,6 @@ def importing_from(folder: Path) -> Iterator[None]:
 
 def error_location(error: BaseException, path: Path) -> str:
     """Return the line of the model's file that raised an exception, and its message."""
-    if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno:
-        return f"line {error.lineno}: SyntaxError: {error.msg}: {(error.text or '').strip()}"
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == str(path)]
     return f"line {lines[-1]}: {summarize(error)}" if lines else summarize(error)
@@ -100,7 +93,7 @@ def call(
     """
     try:
         return function()
-    except ConfigError:
+    except LoadError:
         raise
     except (Exception, SystemExit) as error:
         raise ArtifactError(
@@ -129,24 +122,17 @@ def load(
             parameter.requires_grad = False
         if device is not None:
             owner.to(device)
-    name = config.options.method or "forward"
-    return call(artifact.path, name, partial(_describe, artifact, config, served, owner))
-
-
-def _describe(
-    artifact: Artifact, config: ModelConfig, served: Any, owner: nn.Module | None
-) -> Loaded:
-    """Return the loaded model: the callable for inputs, its signature, and how it streams."""
     method = config.options.method
     has_steps = all(callable(getattr(served, name, None)) for name in ("begin", "step"))
-    called = served if method is None else getattr(served, method)
+    steps = method is None and config.decoupled and has_steps
+    attribute = "begin" if steps else method
     # A callable object that is not a function has no name.
-    name = method or str(getattr(served, "__name__", "forward"))
-    step = None
-    if method is None and config.decoupled and has_steps:
-        called, step, name = served.begin, served.step, "begin"
+    name = attribute or str(getattr(served, "__name__", "forward"))
+    called: Any = served
+    if attribute is not None:
+        called = call(artifact.path, name, partial(getattr, served, attribute))
     described = owner.forward if called is owner and owner is not None else called
-    signature = dataclasses.replace(introspection.from_function(described), name=name)
+    signature = call(artifact.path, name, partial(introspection.from_function, described))
     # Modules without a forward() have that of nn.Module.
     only_steps = has_steps and getattr(described, "__func__", None) is nn.Module.forward
     if not config.decoupled and (only_steps or introspection.is_generator(described)):
@@ -155,61 +141,45 @@ def _describe(
             cure="Write model_transaction_policy { decoupled: true } into config.pbtxt; or let"
             " forward() return all results at once.",
         )
+    signature, step = dataclasses.replace(signature, name=name), served.step if steps else None
     return Loaded(artifact, called, signature, owner, step=step)
 
 
-def construct(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
-    """Return the module or the function that is served, and whether it has its weights already."""
-    path, options = artifact.path, config.options
-    if artifact.kind is ArtifactType.FACTORY:
-        place = config.folder / "config.pbtxt"  # it names the factory
-        build = partial(_from_package, config, artifact)
-        return call(place, options.model_factory or "", build, _KEYWORDS)
-    target = _select(config, path, import_source(path))
-    if isinstance(target, type) or options.model_factory is not None:
-        name = options.model_factory or target.__name__
-        return call(path, name, partial(_build, config, artifact, target), _KEYWORDS), False
-    if options.model_kwargs:
-        raise ArtifactError(
-            f"MODEL_KWARGS is set, and what {path.name} serves is not constructed",
-            cure="Remove MODEL_KWARGS, or name what builds the module with MODEL_FACTORY.",
-        )
-    return target, False
+def construct(config: ModelConfig, artifact: Artifact) -> tuple[Any, bool]:
+    """Return the module or the function that is served, and whether it has its weights already.
 
-
-def _from_package(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
-    """Return what `MODEL_FACTORY: "package.module:callable"` builds, and whether it has weights.
-
-    A class with `from_pretrained`, as in transformers, gets the folder with the config.json, and
-    no network; it reads the weights itself.
+    A class of a package with `from_pretrained`, as in transformers, gets the folder with the
+    config.json, and no network; it reads the weights itself.
     """
-    package, _, name = (config.options.model_factory or "").partition(":")
-    # Read by Hugging Face's libraries when they are imported.
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    with importing_from(config.version_folder):
-        factory = operator.attrgetter(name)(importlib.import_module(package))
-    folders = (config.version_folder, config.folder)
-    folder = next((path for path in folders if (path / "config.json").is_file()), None)
-    if folder is None or not hasattr(factory, "from_pretrained"):
-        return _build(config, artifact, factory), False
-    keywords = config.options.model_kwargs or {}
-    return factory.from_pretrained(str(folder), local_files_only=True, **keywords), True
+    path, options = artifact.path, config.options
+    keywords, name = options.model_kwargs or {}, options.model_factory or ""
+    if artifact.kind is ArtifactType.FACTORY:
+        path = config.folder / "config.pbtxt"  # it names the factory
+        # Read by Hugging Face's libraries when they are imported.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        with importing_from(config.version_folder):
+            factory = call(path, name, partial(pkgutil.resolve_name, name))
+        folders = (config.version_folder, config.folder)
+        folder = next((path for path in folders if (path / "config.json").is_file()), None)
+        if folder is not None and hasattr(factory, "from_pretrained"):
+            keywords = {"local_files_only": True, **keywords}
+            pretrained = partial(factory.from_pretrained, str(folder), **keywords)
+            return call(path, name, pretrained, _KEYWORDS), True
+    else:
+        factory = _select(config, path)
+        if not isinstance(factory, type) and not name and not keywords:
+            return factory, False
+        name = name or factory.__name__
+    build = partial(factory, **keywords)
+    if artifact.weights is not None:
+        saved = partial(weights.read, config, artifact.weights)
+        build = partial(weights.build_uninitialized, build, saved)
+    return call(path, name, build, _KEYWORDS), False
 
 
-def _build(
-    config: ModelConfig,
-    artifact: Artifact,
-    factory: Callable[..., object],
-) -> object:
-    build = partial(factory, **(config.options.model_kwargs or {}))
-    if artifact.weights is None:
-        return build()
-    return weights.build_uninitialized(build, partial(weights.read, config, artifact.weights))
-
-
-def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
-    """Return the class or function in the source that is to be served."""
-    options = config.options
+def _select(config: ModelConfig, path: Path) -> Any:
+    """Return the class or function of a source file that is to be served."""
+    source, name = import_source(path), config.options.model_factory or config.options.model_class
     classes = module_classes(source)
     functions = {
         name: value
@@ -219,27 +189,22 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
         and not name.startswith("_")
         and name != "example_inputs"
     }
-    name = options.model_factory or options.model_class
+    candidates: Mapping[str, Any] = classes or functions
     if name is not None:
-        target = getattr(source, name, None)
+        value = getattr(source, name, None)
         # A later load must not change the module that is served: it is constructed each time.
-        if callable(target) and not isinstance(target, nn.Module):
-            return target
-        key = "MODEL_FACTORY" if options.model_factory else "MODEL_CLASS"
-        raise ArtifactError(
-            f"{key} is '{name}', which {path.name} does not define",
-            expected=f"one of {join_names(classes | functions) or 'its classes or functions'}",
-        )
-    if config.python_runtime:  # as Triton's own runtime does, which serves imported classes, too
+        is_usable = callable(value) and not isinstance(value, nn.Module)
+        candidates = {name: value} if is_usable else {}
+    elif config.python_runtime:  # as Triton's own runtime does, which serves imported classes, too
         classes = classes or module_classes(source, imported=True)
-        classes = {name: classes[name] for name in sorted(classes)[:1]}
-    candidates = classes or functions
+        candidates = {name: classes[name] for name in sorted(classes)[:1]} or functions
     distinct = {id(value): value for value in candidates.values()}  # a class may have two names
     if len(distinct) == 1:
         return distinct.popitem()[1]
+    found = join_names(classes | functions) or "no nn.Module and no function"
     raise ArtifactError(
-        f"{path.name} defines {join_names(candidates) or 'no nn.Module and no function'}",
-        expected="one class derived from torch.nn.Module, or one function",
+        f"{path.name} defines {found}",
+        expected=name or "one class derived from torch.nn.Module, or one function",
         cure="Name the one to serve with the parameter MODEL_CLASS.",
     )
 

@@ -60,19 +60,15 @@ def find(
     hooks = path.with_name(discovery.HOOKS)
     if hooks.is_file() and b"Hooks" in hooks.read_bytes():
         extra |= source_dependencies.modules(hooks.parent, hooks.stem)
-    if path.suffix == ".py":
-        return ArtifactFiles(source_dependencies.find(path) | extra)
-    content = discovery.file_type(path)
-    source = path.with_suffix(".py")
-    if content is discovery.WEIGHTS and source.is_file():
-        return ArtifactFiles(source_dependencies.find(source, path) | extra)
-    if not isinstance(content, ArtifactType):
-        raise discovery.misfit_error(path, content)
+    artifact = discovery.of_file(path)
+    if artifact.kind is ArtifactType.MODULE:
+        weights = None if path == artifact.path else path
+        return ArtifactFiles(source_dependencies.find(artifact.path, weights) | extra)
     source = path.with_name("model.py")
     if source.is_file() and not discovery.defines_module(source):
         files = source_dependencies.find(source, path)
         extra = {name: file for name, file in files.items() if file != path} | extra
-    name = "model.pt" if content is ArtifactType.TORCHSCRIPT else "model.pt2"
+    name = "model.pt" if artifact.kind is ArtifactType.TORCHSCRIPT else "model.pt2"
     return ArtifactFiles({name: path} | extra)
 
 
