@@ -49,7 +49,6 @@ def package(folder: Path, metadata: Mapping[str, Any]) -> Path:
         ({"AOTI_CPU_ISA": "SOMETHING_NEW"}, ""),
         ({"torch_version": "2.9.1+cu128"}, ""),
         ({"torch_version": "2.10.0"}, "torch 2.10.0 (here: 2.9.1)"),
-        ({"torch_version": 3}, ""),  # of no known form
         (
             {"AOTI_MACHINE": "aarch64", "AOTI_DEVICE_KEY": "cuda"},
             "device cuda (here: cpu), processor aarch64 (here: x86_64)",
