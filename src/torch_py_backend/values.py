@@ -112,12 +112,7 @@ class RequestItem(dict[str, Value]):
 
     def __or__(self, other: Mapping[str, Value]) -> RequestItem:  # type: ignore[override]
         """Return the item with other values, such as the state of a sequence."""
-        return like(self, {**self, **other})
-
-
-def like(item: RequestItem, values: Item) -> RequestItem:
-    """Return other values with what the request of an item has beside tensors."""
-    return RequestItem(values, item.context, item.parameters, item.step)
+        return RequestItem({**self, **other}, self.context, self.parameters, self.step)
 
 
 def step(item: Item) -> Step:

@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import build
-import models
 import pytest
-import torch
 
 from torch_py_backend.config.model_config import BatchOutput
 from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, InputError
-from torch_py_backend.loading import discovery, registry
+from torch_py_backend.loading import discovery
 from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading.hooks import Hook, Hooks
 
@@ -46,7 +44,8 @@ class Hooks:
     )
     assert hooks.preprocess is not None
     assert hooks.preprocess.method.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
-    assert str(hooks) == "preprocess(x, y=1), postprocess(result)"
+    assert hooks.postprocess is not None
+    assert hooks.postprocess(2) == 1
 
 
 _ONE = "def preprocess(self, x)"
@@ -69,7 +68,7 @@ _ONE = "def preprocess(self, x)"
         ),
         ("class Hooks:\n    def add(self): ...\n", {}, ArtifactError, "no class Hooks with hooks"),
         ("class Hooks:\n    postprocess = 3\n", {}, ArtifactError, "3 is not a callable"),
-        (method("def collate(self, rows, size)"), {}, ArtifactError, "argument: 'size'. It takes"),
+        (method("def postprocess(self, rows, size)"), {}, ArtifactError, "'size'. It takes one"),
         (
             method("def inference(self, module)"),
             {},
@@ -80,9 +79,20 @@ _ONE = "def preprocess(self, x)"
             method("def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)"),
             {},
             ArtifactError,
-            "has collate() and preprocess_batch()",
+            "has collate() and no preprocess()",
         ),
-        (method("def collate(self, x)"), {"max_batch_size": 0}, ConfigError, "collate(), and max"),
+        (
+            method("def postprocess(self, x):\n        pass\n    def postprocess_batch(self, x)"),
+            {"max_batch_size": 0},
+            ArtifactError,
+            "has postprocess() and postprocess_batch()",
+        ),
+        (
+            method("def postprocess_batch(self, x)"),
+            {"max_batch_size": 0},
+            ConfigError,
+            "Hooks has postprocess_batch(), and config.pbtxt has max_batch_size: 0",
+        ),
         (method(_ONE), {"pad": {"x": {}}}, ConfigError, "has PAD"),
         (method(_ONE), {"batch_outputs": (BatchOutput("y", "x"),)}, ConfigError, "has batch_input"),
         (
@@ -105,7 +115,7 @@ def test_arguments_may_have_any_name_but_parameters(tmp_path: Path) -> None:
     for definition in (
         "def preprocess(self, x, parameters)",
         "def preprocess_batch(self, parameters, x)",
-        "def collate(self, items, parameters=None)",
+        "def postprocess(self, out, parameters=None)",
         "def postprocess_batch(self, out, parameters)",
     ):
         hooks = load(tmp_path, method(definition))
@@ -125,7 +135,7 @@ def test_arguments_may_have_any_name_but_parameters(tmp_path: Path) -> None:
 def test_value_errors_of_preprocess_are_the_clients_and_others_the_models(
     error: BaseException, refused: bool
 ) -> None:
-    def fails() -> None:
+    def fails(*_: object) -> None:
         raise error
 
     for name in ("preprocess", "preprocess_batch", "collate"):
@@ -148,13 +158,3 @@ def test_first_refusal_is_logged_as_it_may_be_a_mistake(
     (refusal,) = caplog.messages
     assert refusal.startswith("preprocess() refuses an input. ")
     assert 'hooks.py", line 3' in caplog.text
-
-
-def test_hooks_in_a_model_py_are_refused_and_other_classes_are_not(tmp_path: Path) -> None:
-    torch.jit.script(models.Negate()).save(build.write(tmp_path, "model.pt", ""))
-    settings = build.config(tmp_path, default_model_filename="model.pt")
-    build.write(tmp_path, "model.py", f"class Other:\n{_POST}class Hooks:\n    pass\n")
-    registry.load(discovery.find(settings), settings, None)
-    build.write(tmp_path, "model.py", f"class Hooks:\n{_POST}")
-    with pytest.raises(ArtifactError, match=r"model\.py defines the class Hooks\. .* to hooks\.py"):
-        registry.load(discovery.find(settings), settings, None)

@@ -99,8 +99,7 @@ def _try(
     example = example_inputs.find(config, artifact)
     if not document.get("input") and example is None:
         raise ConfigError(
-            f"config.pbtxt lists no inputs, and {loaded.kind.value} does not define the shapes that"
-            f" {hooks or loaded.signature} takes",
+            f"config.pbtxt lists no inputs, and {loaded.kind.value} does not define their shapes",
             expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
             f" {example_inputs.NAME}() in model.py or hooks.py that returns a dict of tensors by"
             " input name",
@@ -111,9 +110,9 @@ def _try(
     items = partial(_items, config, document, example or {}, hooked=hooks is not None)
     try:
         if batched is None:
-            per_batch = hooks is not None and hooks.per_batch
+            per_batch = hooks is not None and bool(hooks.per_batch)
             rows_alike = partial(run, batched=True)
-            batched = bool(per_batch) or is_batch(rows_alike, items(batched=True)[0])
+            batched = per_batch or is_batch(rows_alike, items(batched=True)[0])
         item, *others = items(batched=batched)
         outputs = run(item, batched=batched)
     except ForwardError as error:
@@ -169,16 +168,16 @@ def _run(
     try:
         with runtime.mode(config.options):
             pipeline = HookedPipeline(config, loaded.signature, hooks, device)
-            result, of_row = pipeline.run_unchecked(loaded.module, item)
+            result = pipeline.run_unchecked(loaded.module, item)
     except BackendError:
         raise
     except Exception as error:  # the model's own code runs here
         raise ForwardError(error, loaded.signature.name) from error
     names = results.leaf_names(result)
-    of = "postprocess()" if hooks.defined else "forward()"
+    of = "postprocess()" if any(hooks) else "forward()"
     parts = results.bind_outputs(names, result, of)(result)
     outputs = {name: unchecked(name, part) for name, part in zip(names, parts, strict=True)}
-    if rows and of_row:
+    if rows and hooks.postprocess is not None:
         return {name: value[None][[0] * rows] for name, value in outputs.items()}
     return outputs
 

@@ -12,7 +12,7 @@ import torch
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError
-from torch_py_backend.loading import aotinductor, exported, hooks, python_source, torchscript
+from torch_py_backend.loading import aotinductor, exported, python_source, torchscript
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Forward, Loaded
 
@@ -71,8 +71,6 @@ def load(
         ArtifactError: the artifact cannot be loaded.
     """
     import_beside(artifact)
-    if artifact.kind is ArtifactType.MODULE:
-        hooks.refuse_in_model(artifact.path)
     return LOADERS[artifact.kind](artifact, config, device)
 
 
@@ -90,8 +88,6 @@ def import_beside(artifact: Artifact) -> None:
         python_source.import_source(artifact.source)
     except ArtifactError as error:
         log.warning("%s %s is loaded without it.", error, artifact.path.name)
-    else:
-        hooks.refuse_in_model(artifact.source)
 
 
 LOADERS: Mapping[ArtifactType, Loader] = {

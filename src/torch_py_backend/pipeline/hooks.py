@@ -1,4 +1,4 @@
-"""The stages of a model with hooks: prepare rows, make batches, call the module.
+"""The stages of a model with hooks: prepare rows, make batches, call the module, split its result.
 
 A prepared item has one column, ROWS, of what preprocess() returned for each row. collate() makes a
 batch of prepared rows, or rows of equal shapes are stacked.
@@ -6,40 +6,40 @@ batch of prepared rows, or rows of equal shapes are stacked.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import BackendError, InputError, OutputError, a_type
-from torch_py_backend.loading.hooks import Hooks, hook_signature, row_signature
-from torch_py_backend.pipeline import batches, trees
+from torch_py_backend.errors import (
+    BackendError,
+    BindingError,
+    InputError,
+    OutputError,
+    a_type,
+    counted,
+    summarize,
+)
+from torch_py_backend.loading.hooks import Hooks
+from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
 from torch_py_backend.pipeline.padding import Placed
 from torch_py_backend.pipeline.postprocessing import ROWS, Guarded
 from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, GroupStage
-from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.signature.arguments import ArgumentType, Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
-from torch_py_backend.values import Call, Item, Items, Parameters, RequestItem, Tree, Value
+from torch_py_backend.values import Item, Items, Parameters, Tree, Value
 
 # The module of the model, or the function that is served instead.
 Module: TypeAlias = "Callable[..., Tree]"
-RowParameters: TypeAlias = "Sequence[Parameters]"
-# The prefix of the names of unnamed results of preprocess().
-_NUMBERED = "INPUT__"
-
-
-def copy_rows(column: Value) -> Value:
-    """Copy the results of rows that `HookedPipeline.split` returned, including their tensors."""
-    return values.objects(map(trees.clone, column.tolist()))
 
 
 class HookedPipeline:
@@ -58,22 +58,25 @@ class HookedPipeline:
     ) -> None:
         self.hooks = hooks
         self._batched = config.max_batch_size > 0
-        self._signature = signature
-        self._device = device
+        self._signature, self._device = signature, device
         dtype = config.options.weights_dtype
         self._dtype = getattr(torch, dtype) if dtype else None
-        # Names from hooks are argument names; names from the config may be bound in order.
-        ordered = not (hooks.preprocess or hooks.preprocess_batch or hooks.collate)
-        bind = partial(bind_inputs, signature=signature, ordered=ordered)
+        bind = partial(bind_inputs, signature=signature, ordered=False)
         self._bound = functools.lru_cache(MAX_SETS)(bind)
-        self.by_row = hooks.preprocess is not None or hooks.collate is not None
-        first, taken = hooks.preprocess or hooks.preprocess_batch, signature
-        if first is not None:
-            taken = hook_signature(config, first)
-        elif self.by_row:
-            taken = row_signature(config)
-        self.inputs = Inputs(config, taken, by_row=self.by_row)
-        self._group_inputs = self.inputs.stage(lambda binding: partial(self._rows, binding))
+        self._takes_parameters = any(hook.takes_parameters for hook in hooks.per_batch)
+        self.by_row = hooks.preprocess is not None
+        first = hooks.preprocess or hooks.preprocess_batch
+        if first is None:
+            self.inputs = Inputs(config, signature, cast=dtype)
+            return
+        self.inputs = Inputs(config, first.signature, by_row=self.by_row)
+        types = dict(zip(self.inputs.binding.names, self.inputs.binding.types, strict=True))
+        for spec in config.inputs:
+            if spec.dtype.torch is None and types[spec.name] is ArgumentType.TENSOR:
+                raise BindingError(
+                    f"input '{spec.name}' is BYTES, and {first.signature} has no annotation for it",
+                    expected="an annotation: bytes or str for one a row, list[bytes] or list[str]",
+                )
 
     def prepare(self, guarded: Guarded, entries: Entries) -> Entries:
         """Return the prepared rows of each request, or why it is refused."""
@@ -87,18 +90,17 @@ class HookedPipeline:
                 prepared[place] = guarded(item, self._prepare, item, binding, own)
         return prepared
 
-    def _rows(
-        self, binding: InputBinding, *columns: Tree
-    ) -> tuple[InputBinding, Iterator[Sequence[Tree]]]:
-        """Return the arguments of each row. Without a batch dimension a request is one row."""
-        return binding, zip(*columns, strict=True) if self._batched else iter([columns])
+    @functools.cached_property
+    def _group_inputs(self) -> GroupStage:
+        """Groups items; the calls return the binding, and an iterator over the rows' arguments."""
 
-    def _prepare(
-        self,
-        item: Item,
-        binding: InputBinding,
-        rows: list[Sequence[Tree]],
-    ) -> Item:
+        def rows(binding: InputBinding, *columns: Tree) -> tuple[InputBinding, Iterator[Tree]]:
+            # Without a batch dimension, a request is one row.
+            return binding, zip(*columns, strict=True) if self._batched else iter([columns])
+
+        return self.inputs.stage(lambda binding: partial(rows, binding))
+
+    def _prepare(self, item: Item, binding: InputBinding, rows: list[Sequence[Tree]]) -> Item:
         """Return the prepared rows of a request.
 
         Raises:
@@ -106,100 +108,75 @@ class HookedPipeline:
         """
         if not rows:
             raise InputError("the request has no rows")
-        hook, collate = self.hooks.preprocess, self.hooks.collate
-        call: Call | None = hook
-        if hook is not None and hook.takes_parameters:
-            call = hook.with_parameters(values.parameters(item))
-        prepared = []
+        hook, stacked = self.hooks.preprocess, self.hooks.collate is None
+        call = hook.with_parameters(values.parameters(item))  # type: ignore[union-attr]
+        prepared: list[Tree] = []
         for row in rows:
-            result: Tree
-            if call is None:
-                result = dict(zip(binding.names, row, strict=True))
-            else:
-                result = binding.call(call, row)
+            result = binding.call(call, row)
             # Before the next row: a hook may fill the same dict for each.
-            prepared.append(_tensors(result) if collate is None else _copied(result))
-        if collate is None and len(set(map(_key, prepared))) > 1:
-            shapes = {name: list(part.shape) for name, part in prepared[0].items()}
+            prepared.append(_tensors(result) if stacked else result)
+        if stacked and len(set(map(_key, prepared))) > 1:
             raise OutputError(
-                f"preprocess() returned {shapes} and others for rows of one request",
-                expected="the same names and shapes for each",
+                "preprocess() returned other names or shapes for other rows of one request",
+                expected="the same for each",
                 cure="Or write collate(), which makes a batch of them.",
             )
-        column: Item = {ROWS: values.objects(prepared)}
-        return values.like(item, column) if isinstance(item, RequestItem) else column
-
-    def _batch(self, rows: list[Tree], parameters: RowParameters) -> Tree:
-        """Return the batch of prepared rows."""
-        collate = self.hooks.collate
-        if collate is not None:
-            # A retry passes the same rows, and some functions remove entries of their rows.
-            own = list(map(_copied, rows))
-            return collate.with_parameters(parameters)(own)
-        if not self._batched:
-            return rows[0]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return item | {ROWS: values.objects(prepared)}
 
     def stage(self, module: Module) -> GroupStage:
-        """Return the stage that groups items, whose calls call the hooks for batches, too."""
+        """Return the stage that groups items, or prepared items, for calls of the module."""
+        stage: GroupStage
         if self.by_row:
-            return self._group_rows(module)
-        caller = partial(partial, self._call_batch, module)
-        return self.inputs.stage(caller, _with_parameters)
+            stage = partial(self._group_rows, partial(self._call, module, None))
+        else:
+            stage = self.inputs.stage(lambda binding: partial(self._call, module, binding))
+        return partial(_with_parameters, stage) if self._takes_parameters else stage
 
-    def _group_rows(self, module: Module) -> GroupStage:
-        """Return the stage that groups prepared items: all with collate(), else those alike."""
-        gather = _with_parameters(_gather_rows)
+    def _group_rows(
+        self, call: Callable[..., Tree], entries: Entries
+    ) -> tuple[Entries, list[Group]]:
+        """Group prepared items: all with collate(), else those alike."""
+        groups: dict[Hashable, Placed] = {}
+        for place, entry in enumerate(entries):
+            if isinstance(entry, BackendError):
+                continue
+            key: Hashable = place
+            if self._batched:
+                first: Tree = entry[ROWS][0]
+                key = None if self.hooks.collate is not None else _key(first)
+            groups.setdefault(key, []).append((place, entry))
+        members = [zip(*group, strict=True) for group in groups.values()]
+        return entries, [Group(_gather_rows, call, items, places) for places, items in members]
 
-        def call(column: Value, parameters: Value) -> Tree:
-            sent = parameters.tolist()
-            return self._call(module, self._batch(column.tolist(), sent), sent)
-
-        def group(entries: Entries) -> tuple[Entries, Sequence[Group]]:
-            groups: dict[Hashable, Placed] = {}
-            for place, entry in enumerate(entries):
-                if isinstance(entry, BackendError):
-                    continue
-                key: Hashable = place
-                if self._batched:
-                    first: Tree = entry[ROWS][0]
-                    key = None if self.hooks.collate is not None else _key(first)
-                groups.setdefault(key, []).append((place, entry))
-            members = [zip(*group, strict=True) for group in groups.values()]
-            return entries, [Group(gather, call, items, places) for places, items in members]
-
-        return group
-
-    def _call_batch(
-        self,
-        module: Module,
-        binding: InputBinding,
-        *columns: Tree,
-    ) -> Tree:
-        """Return the module's result for columns; the last one has the parameters of the rows."""
-        *passed, column = columns
-        parameters: RowParameters = column.tolist()
-        if self.hooks.preprocess_batch is None:
-            return self._call(module, dict(zip(binding.names, passed, strict=True)), parameters)
-        hook = self.hooks.preprocess_batch.with_parameters(parameters)
-        return self._call(module, binding.call(hook, passed), parameters)
-
-    def _call(self, module: Module, prepared: Tree, parameters: RowParameters) -> Tree:
-        """Return the module's result for a batch, after postprocess_batch() if there is one."""
-        result = self._call_module(module, trees.to_device(prepared, self._device, self._dtype))
-        if self.hooks.postprocess_batch is not None:
-            result = self.hooks.postprocess_batch.with_parameters(parameters)(result)
+    def _call(self, module: Module, binding: InputBinding | None, *columns: Value) -> Tree:
+        """Return the result for columns of inputs; without a binding, for a column of rows."""
+        hooks = self.hooks
+        parameters: Sequence[Parameters] = ()
+        if self._takes_parameters:
+            columns, parameters = columns[:-1], columns[-1].tolist()
+        if binding is None:
+            rows = columns[0].tolist()
+            prepared = rows[0]
+            if hooks.collate is not None:
+                prepared = hooks.collate.with_parameters(parameters)(rows)
+            elif self._batched:
+                prepared = {name: torch.stack([row[name] for row in rows]) for name in prepared}
+            result = self._call_module(module, prepared)
+        elif hooks.preprocess_batch is not None:
+            hook = hooks.preprocess_batch.with_parameters(parameters)
+            result = self._call_module(module, binding.call(hook, columns))
+        else:
+            result = binding.call(module, columns)
+        if hooks.postprocess_batch is not None:
+            result = hooks.postprocess_batch.with_parameters(parameters)(result)
         return result
 
-    def _call_module(self, module: Module, batch: Tree) -> Tree:
+    def _call_module(self, module: Module, prepared: Tree) -> Tree:
         """Call the module with a dict of named arguments, a tuple of arguments, or one argument."""
-        if isinstance(batch, dict | Mapping):
-            named = {str(name): value for name, value in batch.items()}
-        elif self._signature.leaves is None:
-            return module(*batch) if isinstance(batch, tuple) else module(batch)
-        else:
-            parts = batch if isinstance(batch, tuple) else (batch,)
-            named = {f"{_NUMBERED}{number}": value for number, value in enumerate(parts)}
+        move = partial(to_device, device=self._device, dtype=self._dtype)
+        if self._signature.leaves is None and not isinstance(prepared, Mapping):
+            return module(*map(move, prepared if isinstance(prepared, tuple) else (prepared,)))
+        named = {name: move(part) for name, part in _named(prepared).items()}
         inputs = self._bound(tuple(named))  # hooks may pass only what a client has sent
         return inputs.call(module, [named[name] for name in inputs.names])
 
@@ -209,12 +186,11 @@ class HookedPipeline:
         Raises:
             OutputError: a part of the result has another number of rows.
         """
-        result = trees.to_device(result, torch.device("cpu"))
-        parts = trees.split(result, rows) if self._batched else [result]
-        return [values.objects(parts)]
+        result = to_device(result, torch.device("cpu"))
+        return [values.objects(split(result, rows) if self._batched else [result])]
 
-    def run_unchecked(self, module: Module, item: Item) -> tuple[Tree, bool]:
-        """Return the unchecked result of a request, and whether it is the result of one row.
+    def run_unchecked(self, module: Module, item: Item) -> Tree:
+        """Return the unchecked result of a request; with postprocess(), that of its first row.
 
         Raises:
             BackendError: a hook fails, or refuses the item.
@@ -225,13 +201,25 @@ class HookedPipeline:
         (entry,), groups = self.stage(module)(entries)
         if isinstance(entry, BackendError):
             raise entry
-        columns, _ = groups[0].gather(groups[0].items)
+        columns, (rows,) = groups[0].gather(groups[0].items)
         result = groups[0].call(*columns)
         if self.hooks.postprocess is None:
-            return result, False
-        rows = columns[0].shape[0] if self._batched else 1
+            return result
         (column,) = self.split(result, rows)
-        return self.hooks.postprocess.with_parameters({})(column.tolist()[0]), True
+        return self.hooks.postprocess.with_parameters({})(column[0])
+
+
+def _with_parameters(stage: GroupStage, entries: Entries) -> tuple[Entries, list[Group]]:
+    """Group entries; the parameters of each row are a column behind the others."""
+
+    def gather_items(gather: Gather, items: Items) -> Gathered:
+        columns, sizes = gather(items)
+        sent = zip(map(values.parameters, items), sizes, strict=True)
+        rows = [parameters for parameters, size in sent for _ in range(size)]
+        return [*columns, values.objects(rows)], sizes
+
+    entries, groups = stage(entries)
+    return entries, [group._replace(gather=partial(gather_items, group.gather)) for group in groups]
 
 
 def _gather_rows(items: Items) -> Gathered:
@@ -239,52 +227,72 @@ def _gather_rows(items: Items) -> Gathered:
     return [batches.concatenate(columns)], list(map(len, columns))
 
 
-def _with_parameters(gather: Gather) -> Gather:
-    """Return what gathers items, with the parameters of each row in a column behind the others."""
-
-    def gather_items(items: Items) -> Gathered:
-        columns, sizes = gather(items)
-        rows = [
-            values.parameters(item)
-            for item, size in zip(items, sizes, strict=True)
-            for _ in range(size)
-        ]
-        return [*columns, values.objects(rows)], sizes
-
-    return gather_items
+def _named(parts: Tree) -> Mapping[str, Tree]:
+    """Return arguments by name, or by number if they have no names."""
+    if isinstance(parts, Mapping):
+        return {str(name): part for name, part in parts.items()}
+    numbered = enumerate(parts if isinstance(parts, tuple) else (parts,))
+    return {f"INPUT__{number}": part for number, part in numbered}
 
 
-def _tensors(row: Tree) -> dict[str, Tensor]:
-    """Return the tensors of a row by name, or by number if they have no names."""
-    if type(row) is dict and set(map(type, row.values())) == {Tensor}:
-        return dict(row)
-    if not isinstance(row, Mapping):
-        parts = row if isinstance(row, tuple) else (row,)
-        row = {f"{_NUMBERED}{number}": part for number, part in enumerate(parts)}
-    return {str(name): _tensor(value) for name, value in row.items()}
-
-
-def _tensor(value: Tree) -> Tensor:
-    if isinstance(value, Tensor):  # as_tensor() would move it to torch's default device
-        return value
+def _tensors(row: Tree) -> Mapping[str, Tensor]:
+    """Return the tensors of a row by name."""
     try:
-        if isinstance(value, np.ndarray):  # torch takes no negative strides
-            value = np.asarray(value, order="C")
-        return torch.as_tensor(value)
-    except Exception:  # an object of the user may raise any class
+        return {
+            # as_tensor() would move a tensor to torch's default device.
+            name: part if isinstance(part, Tensor) else torch.as_tensor(part)
+            for name, part in _named(row).items()
+        }
+    except Exception as error:  # an object of the user may raise any class
         raise OutputError(
-            f"preprocess() returned {a_type(value)}, which cannot be batched",
+            f"preprocess() returned {a_type(row)}, which cannot be batched: {summarize(error)}",
             expected="a tensor or numbers; a tuple of these, or a dict by the names of forward()'s"
             " arguments",
             cure="Or write collate(), which makes a batch of anything.",
         ) from None
 
 
-def _copied(row: Tree) -> Tree:
-    """Copy a dict or a list, which may be changed or filled again."""
-    return copy.copy(row) if isinstance(row, MutableMapping | list) else row
-
-
 def _key(row: Mapping[str, Tensor]) -> Hashable:
     """Return what the rows of a batch have in common."""
     return tuple([(name, part.shape, part.dtype, part.device) for name, part in row.items()])
+
+
+def to_device(tree: Tree, device: torch.device, dtype: torch.dtype | None = None) -> Tree:
+    """Move the tensors of a tree to a device, and convert floating-point ones to a type, if any."""
+
+    def move(part: Tensor) -> Tensor:
+        return part.to(device, dtype if part.is_floating_point() else None)
+
+    return move(tree) if isinstance(tree, Tensor) else pytree.tree_map_only(Tensor, move, tree)
+
+
+def split(result: Tree, rows: int) -> list[Tree]:
+    """Split a result by rows: a tensor into slices, a list into entries.
+
+    Split the parts of tuples, dicts and outputs of transformers likewise. Repeat anything else.
+    """
+    leaves, structure = pytree.tree_flatten(result, lambda part: isinstance(part, list))
+    columns = []
+    for leaf in leaves:
+        if not isinstance(leaf, list) and not (isinstance(leaf, Tensor | np.ndarray) and leaf.ndim):
+            columns.append([leaf] * rows)
+            continue
+        if len(leaf) != rows:
+            raise OutputError(
+                f"the result for {counted(rows, 'row')} holds {a_type(leaf)} of length"
+                f" {len(leaf)}, which"
+                " cannot be split by rows for postprocess()",
+                expected="tensors whose dimension 0 is the batch, and lists with an entry a row",
+                cure="Or write postprocess_batch(), which receives the unchanged result.",
+            )
+        columns.append(list(leaf))
+    if structure.is_leaf():
+        return columns[0]
+    parts = ([column[row] for column in columns] for row in range(rows))
+    return [pytree.tree_unflatten(part, structure) for part in parts]
+
+
+def copy_rows(column: Value) -> Value:
+    """Copy the results of rows that `HookedPipeline.split` returned, including their tensors."""
+    copies = (pytree.tree_map_only(Tensor, torch.clone, row) for row in column.tolist())
+    return values.objects(copies)

@@ -173,18 +173,13 @@ class Inputs:
                 )
         return None
 
-    def stage(
-        self, caller: Caller, gathering: Callable[[Gather], Gather] = lambda gather: gather
-    ) -> GroupStage:
-        """Return the stage that refuses items and groups the others.
-
-        `gathering` extends what gathers the items of the groups.
-        """
+    def stage(self, caller: Caller) -> GroupStage:
+        """Return the stage that refuses items and groups the others."""
 
         @functools.lru_cache(MAX_SETS)
         def call_of(left_out: frozenset[str]) -> tuple[Gather, Call]:
             binding = self._bound(left_out)
-            return gathering(self._gather(binding)), self._converting(binding, caller(binding))
+            return self._gather(binding), self._converting(binding, caller(binding))
 
         gather, call = call_of(frozenset())
 

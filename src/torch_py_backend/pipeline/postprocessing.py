@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_py_backend import values
-from torch_py_backend.config.model_config import ModelConfig, TensorSpec
+from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
 from torch_py_backend.loading.hooks import Hook
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.outputs import OutputExtractor
-from torch_py_backend.pipeline.run import Entries, Result, Results, Scatter
+from torch_py_backend.pipeline.run import Entries, Results, Scatter
 from torch_py_backend.values import Call, Item, Tree, Value
 
 # The only column of prepared items, and of results before postprocess(): one value a row.
@@ -41,7 +41,7 @@ class Postprocessing:
 
     def finish(self, results: Results, entries: Entries) -> Results:
         """Return the outputs of each request; `results` has its part of the column ROWS."""
-        outcomes: list[Result] = [
+        outcomes: list[Any] = [
             result
             if isinstance(result, BackendError)
             else self._guarded(entry, self._rows, result, entry)
@@ -54,20 +54,16 @@ class Postprocessing:
             stacked = self._stack([outcomes[place] for place in succeeded])
         except OutputError:  # found by stacking those of each request
             stacked = [
-                self._guarded(entries[place], self._stack_one, outcomes[place])
+                self._guarded(entries[place], lambda rows: self._stack([rows])[0], outcomes[place])
                 for place in succeeded
             ]
-        if len(stacked) == len(outcomes):
-            return stacked
         for place, outputs in zip(succeeded, stacked, strict=True):
             outcomes[place] = outputs
         return outcomes
 
     def _rows(self, result: Mapping[str, Value], item: Item) -> list[list[Value]]:
         """Return the outputs of each row of a request."""
-        postprocess: Callable[..., Tree] = self._hook
-        if self._hook.takes_parameters:
-            postprocess = self._hook.with_parameters(values.parameters(item))
+        postprocess = self._hook.with_parameters(values.parameters(item))
         extract = self._extractor.extract
         return [extract(self._converted(postprocess(row)), 1) for row in result[ROWS].tolist()]
 
@@ -86,10 +82,10 @@ class Postprocessing:
             try:
                 outputs.append(stack(column))
             except (RuntimeError, ValueError):
-                shapes = [list(value.shape) for value in column]
+                shapes = [list(value.shape) for value in column[:3]]
                 raise OutputError(
                     f"postprocess() gives output '{name}' other shapes for other rows of one"
-                    f" request: {shapes[:3]}",
+                    f" request: {shapes}",
                     expected="one shape for all",
                 ) from None
         sizes = list(map(len, requests))
@@ -100,37 +96,29 @@ class Postprocessing:
             outcomes = [{name: value[0] for name, value in outcome.items()} for outcome in outcomes]
         return outcomes
 
-    def _stack_one(self, rows: list[list[Value]]) -> Result:
-        return self._stack([rows])[0]
-
     def _converted(self, result: Tree) -> Tree:
         """Convert lists and numbers in the result of postprocess() to the types of the outputs."""
-        if isinstance(result, dict | Mapping):
-            if set(map(type, result.values())) == {Tensor}:
-                return result
-            return {
-                name: self._convert(self._specs[name], part) if name in self._specs else part
-                for name, part in result.items()
-            }
+        if isinstance(result, Mapping):
+            return {name: self._convert(name, part) for name, part in result.items()}
         if len(self._specs) == 1 and not isinstance(result, tuple):
-            (spec,) = self._specs.values()
-            return self._convert(spec, result)
+            return self._convert(next(iter(self._specs)), result)
         return result
 
-    def _convert(self, spec: TensorSpec, part: Tree) -> Tree:
+    def _convert(self, name: str, part: Tree) -> Tree:
         """Convert a list or a number to the output's type without loss."""
         if isinstance(part, np.generic):
             part = part.item()
-        if spec.dtype.torch is None:
-            return np.array(part, dtype=np.object_) if isinstance(part, list | tuple) else part
-        if not isinstance(part, list | tuple | int | float):
+        if name not in self._specs or not isinstance(part, list | tuple | int | float):
             return part
+        spec = self._specs[name]
+        if spec.dtype.torch is None:
+            return np.array(part, dtype=np.object_)
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
         try:
             tensor, converted = torch.as_tensor(part), torch.tensor(part, dtype=dtype)
         except Exception as error:  # tensors, strings, ragged lists, numbers that are too large
             raise OutputError(
-                f"postprocess() gives {a_type(part)} for output '{spec.name}': {summarize(error)}",
+                f"postprocess() gives {a_type(part)} for output '{name}': {summarize(error)}",
                 expected=str(spec),
             ) from None
         if dtype.is_floating_point or torch.equal(converted.to(tensor.dtype), tensor):
