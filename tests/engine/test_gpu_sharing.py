@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import build
+import engines
 import models
 import pytest
 import scenarios
@@ -225,8 +226,15 @@ def test_a_model_that_writes_to_its_weights_is_refused(
 def test_a_model_that_changes_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be built again, after other instances have mapped its weights."""
     monkeypatch.setattr(sharing, "requested", lambda config: True)
+    module = nn.Module()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        module.steps = 1  # type: ignore[assignment]
+        return x
+
+    model = engines.engine(forward, owner=module)
     with pytest.raises(ConfigError, match=r"forward\(\) changes steps of the model"):
-        warmup.warn_of_changes(build.config(), ["steps"])
+        warmup.run(model)
 
 
 def test_requested() -> None:

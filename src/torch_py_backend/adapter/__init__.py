@@ -23,7 +23,7 @@ import triton_python_backend_utils as pb_utils
 from torch_py_backend import autocomplete, composition
 from torch_py_backend.adapter import logs
 from torch_py_backend.config import execution_env, model_config, pbtxt, threads
-from torch_py_backend.errors import BackendError, PlatformError, named, summarize
+from torch_py_backend.errors import BackendError, PlatformError, join_names, named, summarize
 from torch_py_backend.loading import discovery
 from torch_py_backend.processes import child_process, instance_status
 
@@ -121,7 +121,11 @@ class TritonPythonModel:
             with runtime.mode(settings.options):
                 changed = warmup.run(engine, serving=True)
             if changed:
-                warmup.warn_of_changes(settings, changed)
+                log.warning(
+                    "the warm-up has changed %s of the model, which is built again without a"
+                    " warm-up: the first requests may take longer. Keep state in buffers.",
+                    join_names(changed),
+                )
                 self._modes.close()
                 del self._engine, engine
                 gc.collect()

@@ -228,7 +228,7 @@ def _captured(engine: Callable[[Forward], Engine], module: Forward) -> list[Call
 
 def _run(engine: Engine, rows: int, *, shrunk: bool) -> Sequence[dict[str, Value]]:
     """Return the outputs for the example, or for made-up values."""
-    config, example = engine.config, warmup.example(engine)
+    config, example = engine.config, warmup.find_example(engine)
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
     shrunk = shrunk and not (example and engine.hooks)
     count = rows if config.max_batch_size else None

@@ -91,10 +91,10 @@ def requests(config: ModelConfig, item: Item) -> list[Item]:
     return [{name: value[at : at + 1] for name, value in item.items()} for at in range(rows)]
 
 
-def distinct_rows(value: Tensor) -> Tensor:
+def distinct_rows(value: Value) -> Value:
     """Return a tensor whose rows differ, if it is floating point: it may repeat one row."""
     # A row of one value may be an argument that takes one number for the whole batch.
-    if not value.is_floating_point() or value[0].numel() == 1:
+    if not (isinstance(value, Tensor) and value.is_floating_point()) or value[0].numel() == 1:
         return value
     if (value != value[:1]).any():
         return value

@@ -240,7 +240,8 @@ def load_warm(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:
 
 def batch(engine: Engine, rows: int) -> Item:
     """Return the warm-up's batch of this many rows: of the model's example, else made up."""
-    return next(warmup.batches(engine, [rows if engine.config.max_batch_size else None]))
+    counts = [rows if engine.config.max_batch_size else None]
+    return next(warmup.batches(engine, warmup.find_example(engine), counts))
 
 
 def run(engine: Engine, item: Item) -> dict[str, Value]:
