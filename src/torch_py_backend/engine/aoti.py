@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torch_py_backend import files
 from torch_py_backend.config import model_config, threads
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import compilation, runtime, sharing, warmup
@@ -30,7 +31,7 @@ from torch_py_backend.loading import aotinductor, discovery, example_inputs, hoo
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline.differences import difference, tolerance
-from torch_py_backend.processes import child_process
+from torch_py_backend.processes import child_process, instance_status
 from torch_py_backend.signature import binding
 from torch_py_backend.values import Tree, Value
 
@@ -191,8 +192,8 @@ def build(arguments: Mapping[str, str], path: str) -> None:
     def engine(module: Forward) -> Engine:
         return Engine(config, dataclasses.replace(loaded, module=module), device, user_hooks)
 
-    target = Path(path)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder, compilation.cached(config):
+    target, scratch = Path(path), instance_status.server_folder()
+    with tempfile.TemporaryDirectory(dir=scratch) as folder, compilation.cached(config):
         draft = Path(folder, target.name)
         _write(draft, config, loaded, *_captured(engine, loaded.module))
         module = Packaged(draft, loaded, device)
@@ -200,7 +201,7 @@ def build(arguments: Mapping[str, str], path: str) -> None:
         if module.refusal:
             raise LoadError(f"torch.export has fixed a size: {module.refusal}", cure=_CURE)
         for suffix in (_KEPT, target.suffix):  # the package last: it is complete then
-            draft.with_suffix(suffix).replace(target.with_suffix(suffix))
+            files.replace(target.with_suffix(suffix), draft.with_suffix(suffix).read_bytes())
 
 
 def _captured(engine: Callable[[Forward], Engine], module: Forward) -> list[Call]:
