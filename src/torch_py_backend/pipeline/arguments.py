@@ -15,13 +15,11 @@ from torch_py_backend.errors import BindingError
 from torch_py_backend.signature.arguments import ArgumentType, Signature
 from torch_py_backend.values import Strings, Value
 
-# Why a request's value is refused: what was found, and what was expected.
-Refusal: TypeAlias = "tuple[str, str]"
-_Refuse: TypeAlias = "Callable[[Value], Refusal | None]"
+_Refuse: TypeAlias = "Callable[[Value], str | None]"
 
 
 class Argument(NamedTuple):
-    """A kind of argument; what is None is not needed.
+    """How an argument is made of a column; what is None is not needed.
 
     Attributes:
         refuse: returns the reason to refuse a value, or the values of several items together.
@@ -44,85 +42,76 @@ def choose(
     takes: ArgumentType,
     cast: torch.dtype | None,
 ) -> Argument:
-    """Return the kind of an input's argument; floating-point values are converted to `cast`.
+    """Return how an input's argument is made; floating-point values are converted to `cast`.
 
     Raises:
         BindingError: the argument does not take the type of the input without loss.
     """
-    is_strings = spec.dtype.torch is None
-    _check(signature, spec, takes)
-    # A TorchScript string holds bytes of any encoding.
-    any_bytes = takes in _RAW or signature.torchscript
-    refuse = _refuse_bytes if is_strings and not any_bytes else None
-    if takes in _SCALARS:
-        convert = _SCALARS[takes]
-        return Argument(
-            partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", refuse),
-            _first,
-            lambda column: convert(_first(column)),
-        )
-    if is_strings:
-        return Argument(refuse, convert=partial(_convert_strings, takes))
-    dtype: torch.dtype = getattr(torch, str(spec.dtype.torch))
-    if cast is None or not dtype.is_floating_point:
-        return TENSOR
-    return Argument(convert=lambda column: column.to(cast))
-
-
-def _check(signature: Signature, spec: TensorSpec, takes: ArgumentType) -> None:
-    """Raise BindingError if an argument does not take the type of its input without loss."""
-    accepted = _ACCEPTED.get(takes, ("BYTES",))
+    kind = _KINDS[takes]
+    accepted = kind.accepts
     if takes is ArgumentType.TENSOR and (signature.torchscript or signature.leaves is not None):
-        accepted = _NUMBERS
+        accepted = ("BOOL", "INT", "UINT", "FP", "BF16")
     if not spec.dtype.triton.startswith(accepted):
         raise BindingError(
             f"input '{spec.name}' is {spec.dtype.triton}, and {signature.name}() takes"
             f" {takes.value}",
             expected=f"{' or '.join(accepted)} in config.pbtxt",
         )
-
-
-# Triton's types begin so.
-_NUMBERS = ("BOOL", "INT", "UINT", "FP", "BF16")
-_ACCEPTED: Mapping[ArgumentType, tuple[str, ...]] = {
-    ArgumentType.INT: ("INT", "UINT"),
-    ArgumentType.FLOAT: ("FP", "BF16", "INT", "UINT"),
-    ArgumentType.BOOL: ("BOOL",),
-    ArgumentType.VALUE: ("",),  # any type
-    ArgumentType.TENSOR: ("",),
-}
+    refuse: _Refuse | None = None
+    # A TorchScript string holds bytes of any encoding.
+    if spec.dtype.torch is None and not (kind.raw or signature.torchscript):
+        refuse = _refuse_bytes
+    scalar = kind.scalar
+    if scalar is not None:
+        refuse = partial(_refuse_several, f"{signature.name}() takes {takes.value}", refuse)
+        return Argument(refuse, _first, lambda column: scalar(_first(column)))
+    if spec.dtype.torch is None:
+        return Argument(refuse, convert=partial(_convert_strings, takes))
+    dtype: torch.dtype = getattr(torch, spec.dtype.torch)
+    if cast is None or not dtype.is_floating_point:
+        return TENSOR
+    return Argument(convert=lambda column: column.to(cast))
 
 
 def for_rows(argument: Argument) -> Argument:
-    """Return the kind of an argument of a function that is called with each row of a column.
+    """Return how the arguments of a function are made that is called with each row of a column.
 
     The function that converts a column returns a list: the argument for each row.
     """
     refuse, convert = argument.refuse, argument.convert
 
-    def rows_of(column: Value) -> Sequence[object]:
-        rows: Sequence[Any]
+    def rows_of(column: Value) -> Sequence[Any]:
         if isinstance(column, Tensor):
-            rows = column.unbind()
-        else:
-            rows = [column[row, ...] for row in range(column.shape[0])]
-        return rows if convert is None else [convert(row) for row in rows]
+            return column.unbind()
+        return [column[row, ...] for row in range(column.shape[0])]
 
-    return Argument(partial(_refuse_rows, refuse) if refuse is not None else None, convert=rows_of)
+    def refuse_rows(value: Value) -> str | None:
+        reasons = map(refuse, rows_of(value)) if refuse is not None else ()
+        return next(filter(None, reasons), None)
+
+    def convert_rows(column: Value) -> Sequence[object]:
+        rows = rows_of(column)
+        return rows if convert is None else list(map(convert, rows))
+
+    return Argument(refuse_rows if refuse is not None else None, convert=convert_rows)
 
 
-# The types whose strings are passed as bytes, not decoded.
-_RAW = (ArgumentType.RAW, ArgumentType.BYTES, ArgumentType.NESTED_BYTES)
-
-
-def _refuse_bytes(value: Value) -> Refusal | None:
+def _refuse_bytes(value: Value) -> str | None:
     """Refuse strings that are not UTF-8; states are decoded already."""
     try:  # all at once, apart from each other
         texts = [text for text in _flat(value) if isinstance(text, bytes)]
         b"\n".join(texts).decode()
     except UnicodeDecodeError as error:
-        return f"is not UTF-8: {error.reason}", ""
+        return f"is not UTF-8: {error.reason}"
     return None
+
+
+def _refuse_several(expected: str, refuse: _Refuse | None, value: Value) -> str | None:
+    reason = None if refuse is None else refuse(value)
+    distinct = set(map(repr, _flat(value)))  # repr, because NaN does not equal itself
+    if reason is not None or len(distinct) == 1:
+        return reason
+    return f"holds {len(distinct)} values; expected one value for all rows: {expected}"
 
 
 def _decode(text: Any) -> str | bytes:
@@ -136,7 +125,7 @@ def _decode(text: Any) -> str | bytes:
 def _convert_strings(takes: ArgumentType, column: Strings) -> object:
     """Return strings as a flat list, as LibTorch does, or in the shape of the column."""
     texts = _flat(column)
-    if takes not in _RAW:
+    if not _KINDS[takes].raw:
         try:
             texts = list(map(bytes.decode, texts))
         except (TypeError, UnicodeDecodeError):
@@ -148,40 +137,43 @@ def _convert_strings(takes: ArgumentType, column: Strings) -> object:
     return shaped if takes is ArgumentType.TENSOR else shaped.tolist()
 
 
-_SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
-    ArgumentType.INT: int,
-    ArgumentType.FLOAT: float,
-    ArgumentType.BOOL: bool,
-    ArgumentType.STR: _decode,
-    ArgumentType.RAW: lambda value: value if isinstance(value, bytes) else value.encode(),
-    ArgumentType.VALUE: lambda value: _decode(value) if isinstance(value, bytes) else value,
-}
-
-
-def _refuse_scalar(
-    expected: str,
-    refuse: _Refuse | None,
-    value: Value,
-) -> Refusal | None:
-    if refuse is not None and (refusal := refuse(value)) is not None:
-        return refusal
-    distinct = set(map(repr, _flat(value)))  # repr, because NaN does not equal itself
-    if len(distinct) == 1:
-        return None
-    return f"holds {len(distinct)} values", f"one value for all rows: {expected}"
-
-
-def _refuse_rows(refuse: _Refuse, value: Value) -> Refusal | None:
-    for row in range(value.shape[0]):
-        refusal = refuse(value[row, ...])
-        if refusal is not None:
-            return refusal
-    return None
-
-
 def _first(value: Value) -> Any:
     return _flat(value)[0]
 
 
 def _flat(value: Value) -> list[Any]:
     return value.reshape(-1).tolist()
+
+
+class _Kind(NamedTuple):
+    """A kind of argument.
+
+    Attributes:
+        accepts: how the names of Triton's types begin that it takes.
+        scalar: makes the argument of one value; None: it gets all values.
+        raw: its strings are passed as bytes, not decoded.
+    """
+
+    accepts: tuple[str, ...] = ("BYTES",)
+    scalar: Callable[[Any], object] | None = None
+    raw: bool = False
+
+
+# Parts of containers are tensors.
+_KINDS: Mapping[ArgumentType, _Kind] = {
+    ArgumentType.TENSOR: _Kind(("",)),  # any type
+    ArgumentType.VALUE: _Kind(
+        ("",), lambda value: _decode(value) if isinstance(value, bytes) else value
+    ),
+    ArgumentType.INT: _Kind(("INT", "UINT"), int),
+    ArgumentType.FLOAT: _Kind(("FP", "BF16", "INT", "UINT"), float),
+    ArgumentType.BOOL: _Kind(("BOOL",), bool),
+    ArgumentType.STR: _Kind(scalar=_decode),
+    ArgumentType.RAW: _Kind(
+        scalar=lambda value: value if isinstance(value, bytes) else value.encode(), raw=True
+    ),
+    ArgumentType.STRINGS: _Kind(),
+    ArgumentType.BYTES: _Kind(raw=True),
+    ArgumentType.NESTED_STRINGS: _Kind(),
+    ArgumentType.NESTED_BYTES: _Kind(raw=True),
+}

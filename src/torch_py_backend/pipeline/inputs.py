@@ -153,8 +153,7 @@ class Inputs:
         for name, value in item.items():
             refuse = self._arguments[name].refuse
             if refuse is not None and (reason := refuse(value)) is not None:
-                found, expected = reason
-                return InputError(f"input '{name}' {found}", expected=expected)
+                return InputError(f"input '{name}' {reason}")
         return item
 
     def _without_rows(self, item: Item) -> InputError | None:
