@@ -34,17 +34,12 @@ def captures(config: ModelConfig) -> bool:
     )
 
 
-def graph_count() -> int:
-    """Return how many graphs this process has compiled or loaded from a cache."""
-    count: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return count
-
-
 def progress() -> tuple[int, int, int]:
-    """Return `graph_count`, and how many graphs were in inductor's cache and how many were not."""
-    counters = torch._dynamo.utils.counters["inductor"]
-    missing = counters["fxgraph_cache_miss"] + counters["fxgraph_cache_bypass"]
-    return graph_count(), counters["fxgraph_cache_hit"], missing
+    """Return how many graphs this process has, and how many were in inductor's cache or not."""
+    counters = torch._dynamo.utils.counters
+    graphs, cache = counters["stats"]["unique_graphs"], counters["inductor"]
+    missing = cache["fxgraph_cache_miss"] + cache["fxgraph_cache_bypass"]
+    return graphs, cache["fxgraph_cache_hit"], missing
 
 
 def apply(config: ModelConfig, module: Callable[..., object], counts: Counts) -> Compiled | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import compilation, runtime, sharing
+from torch_py_backend.engine import compilation, sharing
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, run, sequences, stages
@@ -120,7 +120,7 @@ class Engine:
         *,
         traced: bool = False,
     ) -> Run:
-        """Return the function that runs a batch of items; see `_stages`.
+        """Return the function that runs a batch of items, within `runtime.mode`; see `_stages`.
 
         With `traced`, items may have trace contexts.
         """
@@ -135,16 +135,8 @@ class Engine:
         run_group = run.attempt(chosen, self.counts)
         if traced:
             run_group = partial(_run_traced, run_group)
-        options = self.config.options
-        is_entered = torch.is_inference_mode_enabled if options.inference_mode else _no_grad
-        run_batch = run.build(
-            chosen._replace(before=before, after=after),
-            run_group,
-            self.failures,
-            self.counts,
-            partial(runtime.mode, options),
-            is_entered,
-        )
+        chosen = chosen._replace(before=before, after=after)
+        run_batch = run.build(chosen, run_group, self.failures, self.counts)
         return partial(_run_and_return, run_batch) if returns else run_batch
 
     @property
@@ -171,13 +163,9 @@ class Engine:
         if self._compiled is None:
             yield
         else:
-            before = compilation.progress()
             with compilation.cached(self.config):
                 yield
-            graphs, hits, misses = (
-                after - number for after, number in zip(compilation.progress(), before, strict=True)
-            )
-            counts.compiled_graphs = graphs
+            counts.compiled_graphs, hits, misses = compilation.progress()
             if hits or misses:
                 counts.compile_cache["miss" if misses else "hit"] = 1
             forward = self._compiled.seal()
@@ -266,10 +254,6 @@ class Engine:
         if self.device.type == "cuda":  # an error of a kernel belongs to this batch
             torch.cuda.synchronize(self.device)
         return fetched
-
-
-def _no_grad() -> bool:
-    return not torch.is_grad_enabled()
 
 
 def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Results:  # noqa: FBT001

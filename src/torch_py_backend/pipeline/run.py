@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -176,14 +175,8 @@ def build(
     run_group: Attempt,
     failures: Failures,
     counts: Counts,
-    enter: Callable[[], AbstractContextManager[object]],
-    is_entered: Callable[[], bool],
 ) -> Run:
-    """Return the function that runs entries: it returns a result or an error for each, in order.
-
-    `enter` returns the context of calls of the model, such as inference mode, unless the thread
-    `is_entered`.
-    """
+    """Return the function that runs entries: it returns a result or an error for each, in order."""
     before, group_entries, after = stages.before, stages.group, stages.after
 
     def retried(group: Group, failure: Failure) -> Results:
@@ -197,9 +190,6 @@ def build(
         return failures.halve(group.items, run_some, failure)
 
     def run(entries: Entries) -> Results:
-        if not is_entered():
-            with enter():
-                return run(entries)
         for prepare in before:
             entries = prepare(entries)
         entries, groups = group_entries(entries)
