@@ -41,7 +41,7 @@ def served(repository: Path, *arguments: str) -> Iterator[Server]:
     """
     arguments = ("--exit-on-error=false", *arguments)
     with Server(repository, arguments=arguments, log=repository.parent / "server.log") as server:
-        for state in server.wait_loaded():
+        for state in server.wait_loaded().values():
             if not state.ready:
                 raise ToolError(f"{state.name} was not loaded: {state.reason}")
         yield server

@@ -106,7 +106,7 @@ class Client:
         """Return the models of the server's repository."""
         index = await self._reply("get_model_repository_index")
         entries = index.get("models", ()) if isinstance(index, dict) else index
-        return triton_client.states(entries)
+        return [*triton_client.states(entries).values()]
 
     async def config(self, model: str) -> JsonObject:
         """Return the config of a model, as the server completed it."""

@@ -69,7 +69,7 @@ TABLES = {
 @dataclass(frozen=True)
 class Serving:
     server: Server
-    states: dict[str, ModelState]
+    states: Mapping[str, ModelState]
     http: tritonclient.http.InferenceServerClient
     grpc: tritonclient.grpc.InferenceServerClient
     log_path: Path
@@ -112,7 +112,7 @@ def running(folder: Path, *arguments: str, ready: bool = True) -> Iterator[Serve
     log_path = folder / "server.log"
     with contextlib.ExitStack() as stack:
         server, states = _loaded(stack, folder / "repository", log_path, arguments)
-        refused = [one for one in states if one.reason]
+        refused = [one for one in states.values() if one.reason]
         assert not (ready and refused), (refused, log_path.read_text(errors="replace"))
         # Triton begins to listen for them after it has begun for requests.
         until(lambda: _listens(server.metrics_address))
@@ -121,7 +121,7 @@ def running(folder: Path, *arguments: str, ready: bool = True) -> Iterator[Serve
 
 def _loaded(
     stack: contextlib.ExitStack, repository: Path, log_path: Path, arguments: Sequence[str]
-) -> tuple[Server, list[ModelState]]:
+) -> tuple[Server, Mapping[str, ModelState]]:
     """Return a server and the states of its models.
 
     Triton 24.10 never ends a load during which the machine stalled for a second, or dies of it.
@@ -168,7 +168,7 @@ def _listens(address: str) -> bool:
 def asked(folder: Path, *arguments: str) -> Iterator[Serving]:
     """Such a server, some of whose models may have been refused, with its clients."""
     with running(folder, *arguments, ready=False) as server:
-        states = {state.name: state for state in server.client.models()}
+        states = server.client.models()
         http = tritonclient.http.InferenceServerClient(server.http_address)
         grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)
         yield Serving(server, states, http, grpc, folder / "server.log")

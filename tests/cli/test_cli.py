@@ -82,7 +82,6 @@ def test_install_checks_python(
         ("serve empty", "empty holds no models; expected folders with a config.pbtxt."),
         ("serve . --tritonserver=/no/server", "there is no /no/server; expected a tritonserver"),
         ("serve models -- --load-model=m", "has no model 'm'; its models: net"),
-        ("serve models --restrict=trace,logs:k", "'logs:k' is not one of Triton's endpoints"),
         ("install --backend-dir=/no/backends", "/no/backends is not a folder; expected the"),
         ("check /dev/null", "Not a directory: '/dev/null'"),
         ("check /no/[extra]/[/x]", "No such file or directory: '/no/[extra]/[/x]'"),

@@ -172,7 +172,7 @@ def test_an_empty_repository(tmp_path: Path) -> None:
     ("argument", "says"),
     [
         ("--no-such-option", "unrecognized option '--no-such-option'"),
-        ("--cache-config=x", 'Bad option: "--cache-config". No cache specified.'),
+        ("--http-restricted-api=x:k=v", 'Bad option: "--http-restricted-api". unknown restricted'),
         ("--http-address=1.2.3.4", "failed to start HTTP service: Unavailable - Socket"),
         ("--cache-config=none,size=1", "creating server: Invalid argument - unable to"),
     ],

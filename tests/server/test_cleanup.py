@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from children import instance
+from children import instance, starting
 
 from torch_py_backend.server import cleanup
 from torch_py_backend.server.cleanup import ServerFolder
@@ -53,7 +53,6 @@ def test_an_owner_cleans_up(locks: bool, shared: Path, monkeypatch: pytest.Monke
     descriptor = os.open(owner.path, os.O_RDONLY)
     with pytest.raises(BlockingIOError) if locks else contextlib.nullcontext():
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    (owner.status / "none.status").touch()
     with (
         instance(owner.status, "status.idle()") as process,
         instance(owner.status, "status.idle()", mark=False) as other,
@@ -77,22 +76,37 @@ def test_shared_memory_that_cannot_be_written_leaves_no_folder(
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_sweep_cleans_up_after_owners_that_were_killed(shared: Path) -> None:
-    dead, gone, alive = ServerFolder(), ServerFolder(), ServerFolder()
-    for owner in (dead, gone, alive):
-        (shared / f"{owner.prefix}region").write_bytes(b"?")
+_OWN = """
+import sys, time
+from pathlib import Path
+from torch_py_backend.server import cleanup
+cleanup.SHARED_MEMORY = Path(sys.argv[1])
+folder = cleanup.ServerFolder()
+print(folder.path, flush=True)
+time.sleep(1000)
+"""
+
+
+def _killed(shared: Path, tmp_path: Path) -> Path:
+    """Return the folder of a server whose owner was killed."""
+    with starting(tmp_path / "tmp") as start:
+        return Path(start(_OWN, shared).hear())
+
+
+def test_a_sweep_cleans_up_after_owners_that_were_killed(shared: Path, tmp_path: Path) -> None:
+    dead, gone, alive = _killed(shared, tmp_path), _killed(shared, tmp_path), ServerFolder()
+    for path in list(shared.iterdir()):
+        path.with_name(path.name.replace("owner", "region")).write_bytes(b"?")
     (shared / "another").write_bytes(b"?")
-    shutil.rmtree(gone.path)
-    for lock in dead._locks + gone._locks:  # as the kernel does at its end
-        os.close(lock)
+    shutil.rmtree(gone)
     with (
-        instance(dead.status, "status.idle()") as orphan,
+        instance(dead / "status", "status.idle()") as orphan,
         instance(alive.status, "status.idle()") as kept,
     ):
         cleanup.sweep()
         assert orphan.wait(30) == -signal.SIGKILL
         assert kept.poll() is None
-    assert not dead.path.exists()
+    assert not dead.exists()
     assert alive.path.exists()
     names = ["another", f"{alive.prefix}owner", f"{alive.prefix}region"]
     assert sorted(path.name for path in shared.iterdir()) == sorted(names)
@@ -123,7 +137,6 @@ def _is_another_users(path: Path) -> None:
         pytest.param(Path.touch, id="empty"),
         pytest.param(lambda path: path.symlink_to(_precious(path) / "file"), id="a link"),
         Path.mkdir,
-        os.mkfifo,
     ],
 )
 def test_a_forged_file_removes_nothing(forge: Callable[[Path], object], shared: Path) -> None:

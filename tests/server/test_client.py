@@ -14,18 +14,17 @@ from torch_py_backend.server import client as triton
 from torch_py_backend.server.client import ModelState, TritonClient
 
 
-def test_requests_have_the_key_and_the_config() -> None:
+def test_requests_have_the_key() -> None:
     client = TritonClient("", "", key="v")
     client._service = service = Mock()
-    client.load("\udcff", 30, {"name": "n"})  # the name of a folder that is not UTF-8
+    client.load("\udcff", 30)  # the name of a folder that is not UTF-8
     client.unload("grüße")
     load, unload = (
         method.future.call_args
         for method in (service.RepositoryModelLoad, service.RepositoryModelUnload)
     )
     assert (load.args[0].model_name, unload.args[0].model_name) == ("?", "grüße")
-    assert load.args[0].parameters["config"].string_param == '{"name": "n"}'
-    keys = (("triton-grpc-protocol-admin-key", "v"),)
+    keys = [("triton-grpc-protocol-admin-key", "v")]
     assert load.kwargs["metadata"] == unload.kwargs["metadata"] == keys
 
 
@@ -48,7 +47,7 @@ def test_names_that_are_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
     client = TritonClient("", "")
     body = b'[{"name": "gr\xfc\xdfe"}, {"name": "net"}]'
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(body))
-    assert [state.name for state in client.models()] == ["gr\ufffd\ufffde", "net"]
+    assert list(client.models()) == ["gr\ufffd\ufffde", "net"]
     body = b'{"name": "na\xefve"}'
     assert client.config("m") == {"name": "na\ufffdve"}
 
@@ -85,7 +84,7 @@ _WITHDRAWN = _version("1", "UNAVAILABLE", "unloaded")
     ids=["one serves", "unloaded", "unloaded after a failure", "failed", "never loaded"],
 )
 def test_states_of_several_versions(versions: list[dict[str, str]], state: ModelState) -> None:
-    assert triton.states(versions) == [state]
+    assert triton.states(versions) == {"m": state}
 
 
 _NESTED = (

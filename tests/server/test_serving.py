@@ -6,28 +6,33 @@ from pathlib import Path
 
 import pytest
 
+from torch_py_backend.server import serving
 from torch_py_backend.server.serving import Reloader
 
 
 class Fake:
-    """The supervisor and the clock of a `Reloader`."""
+    """The supervisor of a `Reloader`."""
 
     def __init__(self, path: Path, *names: str) -> None:
-        self.now, self.begins = 0.0, True
+        self.begins = True
         self.reloads: list[str] = []
-        self.reloader = Reloader(path, names, self.reload, clock=lambda: self.now)
+        self.reloader = Reloader(path, names, self.reload)
 
     def reload(self, model: str) -> bool:
         self.reloads.append(model)
         return self.begins
 
-    def run(self, seconds: int) -> list[str]:
-        """Let time pass; return what was reloaded."""
+    def run(self, polls: int) -> list[str]:
+        """Poll, and return what was reloaded."""
         self.reloads.clear()
-        for _ in range(5 * seconds):
-            self.now += 0.2
+        for _ in range(polls):
             self.reloader.step()
         return list(self.reloads)
+
+
+@pytest.fixture(autouse=True)
+def _polls_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_POLL_S", 0.0)
 
 
 @pytest.fixture
@@ -60,12 +65,7 @@ def test_a_changed_model_is_loaded_once_its_files_stay_the_same(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "compile_cache/fxgraph/graph",
-        "1/__pycache__/model.pyc",
-        ".config.pbtxt.swp",
-        "config.pbtxt~",
-    ],
+    ["compile_cache/fxgraph/graph", "1/__pycache__/model.pyc", ".config.pbtxt.swp"],
 )
 def test_what_a_load_or_an_editor_writes_is_no_change(name: str, repository: Path) -> None:
     server = Fake(repository)

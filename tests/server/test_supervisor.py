@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import grpc
@@ -43,7 +43,6 @@ class FakeServer:
         states: each model's state; another text is the reason of a failure.
         survivors: processes of every model that outlive an unload.
         refusals: errors of loads.
-        rows: the largest batches in the configs of models that were loaded with one.
         pending: loads and unloads that the test completes; None: they complete at once.
         idle_since: since when instances are idle; None: they are loaded or at work.
     """
@@ -60,7 +59,6 @@ class FakeServer:
         self.survivors: set[int] = set()
         self.failures: list[InstanceFailure] = []
         self.refusals: dict[str, ToolError] = {}
-        self.rows: dict[str, int] = {}
         self.unlisted: set[str] = set()
         self.calls: list[str] = []
         self.killed: list[str] = []
@@ -82,7 +80,7 @@ class FakeServer:
             clock=lambda: self.now,
         )
 
-    def models(self, instances: Collection[str]) -> Sequence[ModelState]:
+    def models(self, instances: Collection[str]) -> Mapping[str, ModelState]:
         if not self.answers:
             raise OSError("refused")
         versions = [
@@ -98,17 +96,14 @@ class FakeServer:
         if self.states.get(model) != _READY:
             return {}
         steps = [{"model_name": self.ensembles.get(model, "")}]
-        rows = self.rows.get(model, 1)
-        return {"max_batch_size": rows, "ensemble_scheduling": {"step": steps}}
+        return {"ensemble_scheduling": {"step": steps}}
 
-    def load(self, model: str, seconds: float, config: Mapping[str, Any] | None = None) -> FakeCall:
+    def load(self, model: str, seconds: float) -> FakeCall:
         if self.refusals.get(model) is _UNSUITABLE:
             raise _UNSUITABLE
 
         def work() -> str:
-            self.rows[model] = config["max_batch_size"] if config else 1
-            size = f" with {self.rows[model]} rows" if config else ""
-            self.calls.append(f"load {model}{size}")
+            self.calls.append(f"load {model}")
             if model in self.refusals:
                 self.states[model] = str(self.refusals[model])
                 return self.states[model]
@@ -398,21 +393,14 @@ def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool) -> None:
     assert server.supervisor.snapshot.models == {}
 
 
-def test_a_model_is_healed_with_the_config_that_a_user_loaded_it_with() -> None:
-    """Also after further deaths, and while Triton does not answer; until the user's next load."""
-    server = _serving("a", restarts=9)
-    server.start("a")
-    server.rows["a"] = 4
-    for answers in (True, False):
-        server.die("a")
-        server.answers = answers
-        server.step(2)
-        server.answers = True
-        server.after(9, "DOWN a, READY a 1", "unload a, load a with 4 rows")
-    server.start("a")
-    server.rows["a"] = 8
+def test_a_death_while_triton_does_not_answer() -> None:
+    server = _serving("a")
     server.die("a")
-    server.after(9, "DOWN a, READY a 1", "unload a, load a with 8 rows")
+    server.answers = False
+    server.step(2)
+    assert server.supervisor.snapshot.problem == "tritonserver does not answer"
+    server.answers = True
+    server.after(9, "DOWN a, READY a 1", "unload a, load a")
 
 
 @pytest.mark.parametrize("listed", [True, False])

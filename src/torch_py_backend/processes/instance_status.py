@@ -164,7 +164,7 @@ class Reader:
 
     Raises:
         OSError: the instance has ended and removed its files.
-        ValueError, KeyError, TypeError: a file is damaged.
+        ValueError: a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shutil
 import tempfile
 import uuid
@@ -20,11 +19,10 @@ import psutil
 from torch_py_backend.processes import instance_status
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton keeps its regions
-_NAME = "torch_py_backend_"
+# The start of the names of regions.
+NAME = "torch_py_backend_"
 _FOLDER = "torch-py-backend-"
 _OWNER = "owner"
-# A region of an instance: the prefix of its server, and what Triton appends.
-REGION = re.compile(rf"{_NAME}[0-9a-f]{{12}}_(?!{_OWNER}$)[0-9A-Za-z-]+")
 
 
 class ServerFolder:
@@ -38,70 +36,56 @@ class ServerFolder:
     """
 
     def __init__(self) -> None:
-        self.prefix = f"{_NAME}{uuid.uuid4().hex[:12]}_"
+        self.prefix = f"{NAME}{uuid.uuid4().hex[:12]}_"
         self.path = Path(tempfile.mkdtemp(prefix=_FOLDER))
         self.status, self.backends = self.path / "status", self.path / "backends"
-        self._locks: list[int] = []
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(remove, self.prefix, self.path)
             self.status.mkdir(mode=0o700)
-            owner = SHARED_MEMORY / f"{self.prefix}{_OWNER}"
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-            self._locks.append(os.open(owner, flags, 0o600))
+            owner = os.open(SHARED_MEMORY / f"{self.prefix}{_OWNER}", flags, 0o600)
+            stack.callback(os.close, owner)
             # Locked before it is written: `sweep` ignores an empty file.
-            fcntl.flock(self._locks[0], fcntl.LOCK_EX)
-            os.write(self._locks[0], os.fsencode(self.path))
+            fcntl.flock(owner, fcntl.LOCK_EX)
+            os.write(owner, os.fsencode(self.path))
             # systemd-tmpfiles, which removes old files in /tmp, leaves locked folders alone. Other
             # file systems, such as NFS, may not lock folders.
-            self._locks.append(os.open(self.path, os.O_RDONLY))
+            folder = os.open(self.path, os.O_RDONLY)
+            stack.callback(os.close, folder)
             with contextlib.suppress(OSError):
-                fcntl.flock(self._locks[1], fcntl.LOCK_EX)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Remove the resources, and release the locks. May be called twice."""
-        remove(self.prefix, self.path)
-        while self._locks:
-            os.close(self._locks.pop())
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            self.close = stack.pop_all().close
 
 
 def remove(prefix: str, folder: Path) -> None:
     """Kill the remaining instances of a server, then remove its regions and its folder."""
     status = folder / "status"
     for path in instance_status.files(status):
-        # ValueError: a damaged name.
-        with contextlib.suppress(psutil.Error, ValueError):
+        with contextlib.suppress(psutil.Error):
             process = psutil.Process(int(path.stem))
             if belongs_to_server(process, status):
                 process.kill()
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # owned by another user
-            region.unlink(missing_ok=True)
+        region.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep() -> None:
     """Clean up after servers whose owners were killed."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
-    for path in SHARED_MEMORY.glob(f"{_NAME}*_{_OWNER}"):
-        # OSError: it is no file of this user, or another process holds the lock. ValueError: it
-        # contains no path, but a null byte.
-        with contextlib.suppress(OSError, ValueError), open(os.open(path, flags), "r+b") as file:  # noqa: PTH123
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            folder = Path(os.fsdecode(file.read(4096)))
-            # This may run as root, for a file that another user has written.
-            is_own = os.fstat(file.fileno()).st_uid == os.getuid()
-            if is_own and folder.name.startswith(_FOLDER):
-                remove(path.name.removesuffix(_OWNER), folder)
+    for path in SHARED_MEMORY.glob(f"{NAME}*_{_OWNER}"):
+        # OSError: it is no file, or another process holds the lock. Only this user's files are
+        # read: this may run as root, for a file that another user has written.
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid():
+                with path.open("r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    folder = Path(os.fsdecode(file.read()))
+                    if folder.name.startswith(_FOLDER):
+                        remove(path.name.removesuffix(_OWNER), folder)
 
 
-def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool | None:
-    """Return whether the server with this status folder has started a process; None: unknown.
-
-    It may have ended, or the kernel does not show its environment during exec().
-    """
+def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool:
+    """Return whether the server with this status folder has started a process that still runs."""
     with contextlib.suppress(psutil.Error, OSError):
-        if variables := process.environ():
-            return bool(variables.get(instance_status.VARIABLE) == str(status_folder))
-    return None
+        return bool(process.environ().get(instance_status.VARIABLE) == str(status_folder))
+    return False

@@ -7,10 +7,10 @@ would wait for it. Here, no thread waits: a call is a future that is polled.
 from __future__ import annotations
 
 import collections
+import contextlib
 import http.client
 import json
 import re
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,18 +20,20 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from torch_py_backend.server.installation import refuse_in_shell
+
 # With the key of restricted endpoints.
 KEY_HEADER = "admin-key"
-_KEY_METADATA = f"triton-grpc-protocol-{KEY_HEADER}"
 _REQUEST_S = 10.0
 _UNLOAD_S = 30.0
 _UNLOADED = "unloaded"
 _NOT_POLLED = "failed to poll from model repository"
-# What Triton puts before the reason of a failed load: the model, the version, the code.
-_NESTING = re.compile(
-    r"^(?:load failed for model '.*?': |version \d+ is at UNAVAILABLE state: "
-    r"|(?:Unknown|Internal|Not found|Invalid argument|Unavailable|Unsupported|Already exists): "
-    r"|TritonModelException: )+"
+# What Triton puts before the reason of a failed load (the model, the version, the code), and after.
+_NOISE = re.compile(
+    r"^(?:(?:load failed for model '.*?'|version \d+ is at UNAVAILABLE state|Unknown|Internal"
+    r"|Not found|Invalid argument|Unavailable|Unsupported|Already exists|TritonModelException): )+"
+    r"|\n\nAt:.*",
+    re.DOTALL,
 )
 
 
@@ -53,33 +55,32 @@ class ModelState:
     versions: str = ""
 
 
-def states(index: Iterable[Mapping[str, str]]) -> list[ModelState]:
-    """Return the state of each model from Triton's repository index, which lists versions."""
+def states(index: Iterable[Mapping[str, str]]) -> dict[str, ModelState]:
+    """Return the state of each model by name from Triton's repository index of all versions."""
     grouped = collections.defaultdict[str, list[Mapping[str, str]]](list)
     for entry in index:
         grouped[entry["name"]].append(entry)
-    return [_state(name, entries) for name, entries in grouped.items()]
-
-
-def _state(name: str, entries: list[Mapping[str, str]]) -> ModelState:
-    serving = [entry for entry in entries if entry.get("state") == "READY"]
-    reasons = [entry.get("reason", "") for entry in entries]
-    is_unloading = any(entry.get("state") == "UNLOADING" for entry in entries)
-    failures = [reason for reason in reasons if reason not in ("", _UNLOADED)]
-    versions = [entry["version"] for entry in serving or entries if entry.get("version")]
-    return ModelState(
-        name,
-        ready=bool(serving),
-        unloaded=not serving and (is_unloading or _UNLOADED in reasons),
-        reason=cause(name, failures[0]) if failures else "",
-        versions=",".join(versions),
-    )
+    models = {}
+    for name, entries in grouped.items():
+        serving = [entry for entry in entries if entry.get("state") == "READY"]
+        reasons = [entry["reason"] for entry in entries if entry.get("reason")]
+        failures = [reason for reason in reasons if reason != _UNLOADED]
+        is_unloading = any(entry.get("state") == "UNLOADING" for entry in entries)
+        versions = [entry["version"] for entry in serving or entries if entry.get("version")]
+        models[name] = ModelState(
+            name,
+            ready=bool(serving),
+            unloaded=not serving and (is_unloading or _UNLOADED in reasons),
+            reason=cause(name, failures[0]) if failures else "",
+            versions=",".join(versions),
+        )
+    return models
 
 
 def cause(model: str, reason: str) -> str:
     """Return Triton's reason for a line that has the model's name, without stack trace."""
-    text = _NESTING.sub("", reason.partition("\n\nAt:")[0])
-    return text.replace(f"model '{model}': ", "").strip(".; \n") or "no reason was given"
+    text = _NOISE.sub("", reason).replace(f"model '{model}': ", "")
+    return text.strip(".; \n") or "no reason was given"
 
 
 @dataclass(repr=False)
@@ -88,23 +89,21 @@ class TritonClient:
 
     Attributes:
         key: the key of restricted endpoints; empty: there are none.
-        check_name: raises a ToolError for the name of a model that Triton cannot load.
         poll_failure: returns why Triton could not read a model's folder; empty: unknown.
     """
 
     http_address: str
     grpc_address: str
     key: str = ""
-    check_name: Callable[[str], None] = lambda _model: None
     poll_failure: Callable[[str], str] = lambda _model: ""
 
     def __post_init__(self) -> None:
         self._headers = {KEY_HEADER: self.key} if self.key else {}
-        self._metadata = ((_KEY_METADATA, self.key),) if self.key else ()
+        self._metadata = [(f"triton-grpc-protocol-{KEY_HEADER}", self.key)] if self.key else []
         self._channel = grpc.insecure_channel(self.grpc_address)
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    def models(self, instances: Collection[str] = ()) -> list[ModelState]:
+    def models(self, instances: Collection[str] = ()) -> dict[str, ModelState]:
         """Return the current states of the models in the repository, and of those with instances.
 
         Triton does not list models that were loaded with files under a new name.
@@ -112,60 +111,45 @@ class TritonClient:
         Raises:
             OSError: the server does not answer, or not completely.
         """
-        listed = states(json.loads(self._request("repository/index", b"{}")))
-        names = {state.name for state in listed}
-        loaded = [name for name in instances if name not in names and self.config(name)]
-        return listed + [ModelState(name, ready=True) for name in loaded]
+        listed = states(self._request("repository/index", b"{}"))
+        loaded = [name for name in instances if name not in listed and self.config(name)]
+        return listed | {name: ModelState(name, ready=True) for name in loaded}
 
-    def config(self, model: str) -> dict[str, Any] | None:
-        """Return the config of a model: empty if it is not loaded, None if there is no answer."""
-        path = f"models/{urllib.parse.quote(model, safe='')}/config"
-        try:
-            return dict(json.loads(self._request(path)))
-        except urllib.error.HTTPError:
-            return {}
-        except OSError:
-            return None
+    def config(self, model: str) -> dict[str, Any]:
+        """Return the config of a model; empty if it is not loaded, or without an answer."""
+        with contextlib.suppress(OSError):
+            return dict(self._request(f"models/{urllib.parse.quote(model, safe='')}/config"))
+        return {}
 
-    def _request(self, path: str, data: bytes | None = None) -> str:
+    def _request(self, path: str, data: bytes | None = None) -> Any:
         url = f"http://{self.http_address}/v2/{path}"
         request = urllib.request.Request(url, data, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=_REQUEST_S) as response:  # noqa: S310
                 # Names of folders are bytes, which need not be UTF-8.
-                return str(response.read().decode(errors="replace"))
+                return json.loads(response.read().decode(errors="replace"))
         except http.client.HTTPException as error:
             raise ConnectionError(repr(error)) from None
 
-    def load(
-        self, model: str, seconds: float, config: Mapping[str, Any] | None = None
-    ) -> grpc.Future:
-        """Begin to load a model, with a config in place of its config.pbtxt if one is given.
+    def load(self, model: str, seconds: float) -> grpc.Future:
+        """Begin to load a model.
 
         Raises:
             ToolError: Triton would wait for it forever.
         """
-        self.check_name(model)
-        request = service_pb2.RepositoryModelLoadRequest()
-        if config:
-            request.parameters["config"].string_param = json.dumps(config)
+        refuse_in_shell(model)
+        request = service_pb2.RepositoryModelLoadRequest
         return self._begin(self._service.RepositoryModelLoad, request, model, seconds)
 
     def unload(self, model: str) -> grpc.Future:
         """Begin to unload a model; its instances end soon after."""
-        request = service_pb2.RepositoryModelUnloadRequest()
+        request = service_pb2.RepositoryModelUnloadRequest
         return self._begin(self._service.RepositoryModelUnload, request, model, _UNLOAD_S)
 
-    def _begin(
-        self,
-        method: Any,
-        request: Any,
-        model: str,
-        seconds: float,
-    ) -> grpc.Future:
+    def _begin(self, method: Any, request: Any, model: str, seconds: float) -> grpc.Future:
         # The name of a folder need not be UTF-8.
-        request.model_name = model.encode(errors="replace").decode()
-        return method.future(request, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
+        message = request(model_name=model.encode(errors="replace").decode())
+        return method.future(message, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
 
     def failure(self, model: str, call: grpc.Future) -> str:
         """Return why a call that has ended failed; empty: it succeeded."""

@@ -17,7 +17,7 @@ from torch_py_backend.errors import ToolError
 NGC = Path("/opt/tritonserver")
 PACKAGE = Path(__file__).parents[1]
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_LIBRARY, _STUB = "libtriton_python.so", "triton_python_backend_stub"
+_STUB = "triton_python_backend_stub"
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 # Characters that split a word of a shell, or change it.
 _SHELL = re.compile(r"[\s\"'`$&;|<>()\\]")
@@ -58,9 +58,6 @@ def install(backends: Path, name: str) -> Path:
         # A server that cannot write to its backends, or runs with PYTHONDONTWRITEBYTECODE, would
         # otherwise compile the package for each instance.
         compileall.compile_dir(staged, quiet=2)  # prints no errors
-        # The server may run as another user. The umask of this process must not matter.
-        for path in (staged, *staged.rglob("*")):
-            path.chmod(0o755 if path.is_dir() else 0o644)
         uninstall(backends, name)
         staged.rename(backends / name)
     return backends / name
@@ -73,15 +70,26 @@ def uninstall(backends: Path, name: str) -> bool:
     target = backends / name
     if not target.exists():
         return False
-    is_empty = target.is_dir() and not any(target.iterdir())
-    is_ours = (target / PACKAGE.name).is_dir() and not (target / f"libtriton_{name}.so").exists()
-    if not is_empty and not is_ours:
+    # Triton prefers a library to any model.py.
+    if not (target / PACKAGE.name).is_dir() or (target / f"libtriton_{name}.so").exists():
         raise ToolError(
-            f"{target} holds files that are not of this backend. Choose another --name or"
-            " --backend-dir, or remove it first: Triton prefers a library to any model.py."
+            f"{target} is not a folder of this backend. Choose another --name or --backend-dir, or"
+            " remove it first."
         )
     shutil.rmtree(target)
     return True
+
+
+def refuse_in_shell(path: str) -> None:
+    """Raise ToolError for a path that a stub would not get as it is: Triton would wait forever.
+
+    Triton 24.10 starts stubs through a shell without quotes.
+    """
+    if match := _SHELL.search(path):
+        raise ToolError(
+            f"'{path}' has the character {match[0]!r}; Triton starts processes through a shell,"
+            " which splits or changes it. Rename it, or use a link."
+        )
 
 
 class TritonInstallation:
@@ -99,9 +107,20 @@ class TritonInstallation:
     """
 
     def __init__(self, executable: Path | None = None) -> None:
-        executable = (executable or _search()).absolute()  # it is started in another folder
-        self.executable = executable
-        root = executable.resolve().parent.parent
+        if executable is None:
+            folders = [os.environ.get("PATH", os.defpath), str(NGC / "bin")]
+            wheel = importlib.util.find_spec("pytriton")  # not imported
+            if wheel is not None and wheel.origin is not None:
+                folders.append(str(Path(wheel.origin).parent / "tritonserver" / "bin"))
+            found = shutil.which("tritonserver", path=":".join(folders))
+            if found is None:
+                raise ToolError(
+                    "no tritonserver was found; install one with pip install"
+                    " 'torch-py-backend[server]', or name it with --tritonserver."
+                )
+            executable = Path(found)
+        self.executable = executable.absolute()  # it is started in another folder
+        root = self.executable.resolve().parent.parent
         libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
         wheel_libraries = root.parent.parent / "nvidia_pytriton.libs"
         self.libraries = (wheel_libraries, root / "lib", libpython)
@@ -110,26 +129,12 @@ class TritonInstallation:
         self.stub = root / "python_backend_stubs" / _PYTHON / _STUB
         if not self.stub.is_file():
             self.stub = self.python_backend / _STUB
-        for part in (executable, self.python_backend / _LIBRARY, self.stub):
+        for part in (self.executable, self.python_backend / "libtriton_python.so", self.stub):
             if not part.is_file():
                 raise ToolError(
                     f"there is no {part}; expected a tritonserver with a Python backend for Python"
                     f" {_PYTHON}."
                 )
-
-    def refuse_in_shell(self, path: str) -> None:
-        """Refuse a path that a stub would not get as it is: Triton would wait for it forever.
-
-        Raises:
-            ToolError: it has a space or another character that a shell interprets, and this server
-                starts stubs through a shell without quotes, as Triton 24.10 does.
-        """
-        match = _SHELL.search(path)
-        if match and b"\0bash\0" in (self.python_backend / _LIBRARY).read_bytes():
-            raise ToolError(
-                f"'{path}' has the character {match[0]!r}; Triton starts processes through a shell,"
-                " which splits or changes it. Rename it, or use a link."
-            )
 
     def populate_backends(self, backends: Path) -> None:
         """Fill a backend directory with Triton's Python backend and this backend.
@@ -153,21 +158,5 @@ class TritonInstallation:
                 f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
             )
         path = f"{folder}:{os.environ.get('PATH', os.defpath)}"
-        libraries = list(map(str, self.libraries))
-        if others := os.environ.get("LD_LIBRARY_PATH"):
-            libraries.append(others)
-        return os.environ | {"PATH": path, "LD_LIBRARY_PATH": ":".join(libraries)}
-
-
-def _search() -> Path:
-    folders = [os.environ.get("PATH", os.defpath), str(NGC / "bin")]
-    wheel = importlib.util.find_spec("pytriton")  # not imported
-    if wheel is not None and wheel.origin is not None:
-        folders.append(str(Path(wheel.origin).parent / "tritonserver" / "bin"))
-    path = shutil.which("tritonserver", path=":".join(folders))
-    if path is None:
-        raise ToolError(
-            f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
-            " pip install 'torch-py-backend[server]', or name it with --tritonserver."
-        )
-    return Path(path)
+        libraries = [*map(str, self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
+        return os.environ | {"PATH": path, "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}

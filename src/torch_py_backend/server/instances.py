@@ -40,8 +40,7 @@ class InstanceMonitor:
     """
 
     def __init__(self, folder: Path, load_seconds: float = math.inf) -> None:
-        self._folder = folder
-        self._load_seconds = load_seconds
+        self._folder, self._load_seconds = folder, load_seconds
         self._instances: dict[Path, _Instance] = {}
 
     def check(self) -> list[InstanceFailure]:
@@ -49,7 +48,7 @@ class InstanceMonitor:
         for path in instance_status.files(self._folder):
             if path not in self._instances:
                 # OSError: the instance has ended and removed its files. Damaged ones are ignored.
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                with contextlib.suppress(OSError, ValueError):
                     self._instances[path] = _Instance(Reader(path))
         failures = []
         for path, instance in list(self._instances.items()):
@@ -57,7 +56,10 @@ class InstanceMonitor:
             reason = instance.problem(process_status, self._load_seconds)
             if reason and not instance.reported:
                 instance.reported = True
-                failures.append(instance.failure(reason))
+                is_loading = instance.reader.read().state is InstanceState.LOADING
+                text = f"instance {instance.identity.instance} {reason}"
+                text += " while it was loaded" if is_loading else ""
+                failures.append(InstanceFailure(instance.identity, text, is_loading))
             if not process_status:
                 # Triton 24.10 keeps the memory of one that died until the server ends.
                 if instance.region and path.exists():
@@ -107,8 +109,7 @@ class _Instance:
     """A monitored process."""
 
     def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-        self.identity = reader.identity
+        self.reader, self.identity = reader, reader.identity
         self.region = ""
         self.reported = False
         self._process: psutil.Process | None = None
@@ -117,10 +118,11 @@ class _Instance:
             process = psutil.Process(self.identity.pid)
             # Otherwise the instance has ended, and its process ID belongs to another process.
             # Checked once: a process may overwrite its environment, as setproctitle does.
-            if cleanup.belongs_to_server(process, reader.path.parent) is not False:
+            if cleanup.belongs_to_server(process, reader.path.parent):
                 self._process = process
                 # Triton's stub has it on its command line.
-                self.region = next(filter(cleanup.REGION.fullmatch, process.cmdline()), "")
+                words = process.cmdline()
+                self.region = next((word for word in words if word.startswith(cleanup.NAME)), "")
 
     def process_status(self) -> str:
         """Return the state of the process in psutil's words; empty: it has ended."""
@@ -135,29 +137,21 @@ class _Instance:
             if self._process is not None:
                 self._process.kill()  # unless its ID belongs to another process now
 
-    def failure(self, reason: str) -> InstanceFailure:
-        state = self.reader.read().state
-        if state is InstanceState.LOADING:
-            reason += " while it was loaded"
-        elif state is InstanceState.POISONED:
-            reason = f"cannot compute any more: {self.reader.report().get('poisoned', '')}"
-        text = f"instance {self.identity.instance} {reason}"
-        return InstanceFailure(self.identity, text, state is InstanceState.LOADING)
-
     def problem(self, process_status: str, load_seconds: float) -> str:
         """Return why the instance cannot serve, and kill it; empty: there is no problem."""
-        if not process_status:
-            ended_normally = not self.reader.path.exists()
-            return "" if ended_normally else procfs.cause_of_death(self.identity.pid)
+        if not process_status and not self.reader.path.exists():
+            return ""  # it has ended normally
         now = time.monotonic()
         limit = self.identity.limit_ms
         state, since = self.reader.read()
         is_stopped = process_status in _STOPPED
         self._stopped_since = min(self._stopped_since, now) if is_stopped else math.inf
         if state is InstanceState.POISONED:
-            reason = "is poisoned"
+            reason = f"cannot compute any more: {self.reader.report().get('poisoned', '')}"
             if now - since <= _GRACE_S:
                 return reason
+        elif not process_status:
+            reason = procfs.cause_of_death(self.identity.pid)
         elif now - self._stopped_since > _STOPPED_S:
             reason = f"was stopped for {_STOPPED_S:g} s by a signal or a debugger"
         elif state is InstanceState.LOADING and now - since > load_seconds:

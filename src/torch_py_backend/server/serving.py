@@ -19,7 +19,7 @@ from torch_py_backend.server.supervisor import Event, Supervisor
 _STEP_S = 0.1
 # Files that stay the same for this time are complete.
 _POLL_S = 1.0
-# Written by loads of a model, and by Python.
+# Folders that are written by loads of a model, and by Python.
 _IGNORED = ("compile_cache", "__pycache__")
 
 
@@ -57,14 +57,14 @@ class Serving:
         parsed = tritonservers.parse_arguments(self.arguments)
         # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
         self._names = [name for name in parsed.load_model if name != "*"]
-        restrictions = tritonservers.restriction_arguments(self.restrict, self.key)
         self.server = tritonservers.Server(
             self.repository,
             ports=self.ports[:3],
             address=self.address,
             executable=self.tritonserver,
-            arguments=["--model-control-mode=explicit", *restrictions, *parsed.others],
-            key=self.key if self.restrict else "",
+            arguments=["--model-control-mode=explicit", *parsed.others],
+            restrict=self.restrict,
+            key=self.key,
             exit_seconds=parsed.exit_timeout_secs,
         )
         if not self.allow_empty and not repositories.by_name(self.repository, self._names):
@@ -100,8 +100,7 @@ class Serving:
             )
             with Page(listener, lambda: supervisor.snapshot) as page:
                 try:
-                    states = server.wait_loaded(is_over)
-                    supervisor.load(self._names or sorted(state.name for state in states))
+                    supervisor.load(self._names or sorted(server.wait_loaded(is_over)))
                     if self.reload:
                         reloader = Reloader(self.repository, self._names, supervisor.reload)
                     is_loaded = False
@@ -140,48 +139,33 @@ class Reloader:
     repository: Path
     names: Collection[str]
     reload: Callable[[str], bool]
-    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._polled = self._poll()
         self._loaded = dict(self._polled)
-        self._due = self.clock() + _POLL_S
+        self._due = 0.0
 
     def step(self) -> None:
         """Poll the files if that is due, and begin loads."""
-        now = self.clock()
-        if now < self._due:
+        if time.monotonic() < self._due:
             return
-        self._due = now + _POLL_S
+        self._due = time.monotonic() + _POLL_S
         before, self._polled = self._polled, self._poll()
         for name, files in self._polled.items():
             is_changed = files == before.get(name) and files != self._loaded.get(name)
             if is_changed and self.reload(name):
                 self._loaded[name] = files
 
-    def _poll(self) -> dict[str, set[tuple[object, ...]]]:
-        try:
-            return {
-                folder.name: _files(folder)
-                for folder in repositories.models(self.repository)
-                if not self.names or folder.name in self.names
-            }
-        except OSError:  # the repository is being replaced
-            return {}
-
-
-def _files(folder: Path) -> set[tuple[object, ...]]:
-    """Return the folder, name, size and time of change of each file of a model."""
-    files = set[tuple[object, ...]]()
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not _is_ignored(name)]
-        for name in names:
-            with contextlib.suppress(OSError):  # it is being replaced
-                if not _is_ignored(name):
-                    status = Path(parent, name).stat()
-                    files.add((parent, name, status.st_size, status.st_mtime_ns))
-    return files
-
-
-def _is_ignored(name: str) -> bool:
-    return name in _IGNORED or name.startswith(".") or name.endswith("~")
+    def _poll(self) -> dict[str, set[tuple[str, str, int, int]]]:
+        """Return the folder, name, size and time of change of each file, by model."""
+        polled: dict[str, set[tuple[str, str, int, int]]] = {}
+        with contextlib.suppress(OSError):  # a file is being replaced: the next poll sees it
+            for model in repositories.models(self.repository):
+                files = polled[model.name] = set()
+                for parent, folders, names in os.walk(model, followlinks=True):
+                    folders[:] = [name for name in folders if name not in _IGNORED]
+                    for name in names:
+                        if not name.startswith("."):  # of an editor
+                            status = Path(parent, name).stat()
+                            files.add((parent, name, status.st_size, status.st_mtime_ns))
+        return {name: polled[name] for name in self.names or polled if name in polled}

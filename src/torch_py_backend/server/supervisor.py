@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grpc
 
@@ -27,7 +27,7 @@ from torch_py_backend.server.client import ModelState, TritonClient, cause
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 
 _INDEX_S = 0.5
-_MAX_DELAY_S = 60.0
+_MAX_DELAY_S = 60
 # A model that has served for this long may be reloaded as often as at first.
 _STABLE_AFTER_S = 60.0
 # The time for the other instances of a model to end, before new ones need their memory.
@@ -76,25 +76,19 @@ class ModelRecord:
         due: when it is reloaded, in the phase DOWN.
         call: a load in progress, also of changed files beside the model that serves, or an unload.
         death: why an instance failed in the load in progress.
-        is_dead: whether Triton has not withdrawn it since it failed, and may call it READY.
         parts: the models that an ensemble consists of.
-        own_config: the config after the supervisor's last load; empty: unknown.
-        config: the config that it was loaded with through Triton's API; None: its own.
     """
 
     name: str
-    phase: Phase
     since: float
+    phase: Phase = Phase.DOWN
     reason: str = ""
     attempts: int = 0
     due: float = 0.0
     call: grpc.Future | None = None
     death: str = ""
-    is_dead: bool = False
     parts: frozenset[str] = frozenset()
     warnings: Sequence[str] = ()
-    own_config: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -117,7 +111,7 @@ class Supervisor:
         self._events: list[Event] = []
         self._failures: list[InstanceFailure] = []
         self._models: dict[str, ModelRecord] = {}
-        self._states: dict[str, ModelState] = {}
+        self._states: Mapping[str, ModelState] = {}
         self._index_due = 0.0
         self.snapshot = Snapshot()
 
@@ -131,7 +125,7 @@ class Supervisor:
     def load(self, names: Sequence[str]) -> None:
         """Start to load models, all at the same time."""
         for name in names:
-            model = self._models[name] = ModelRecord(name, Phase.DOWN, self.clock())
+            model = self._models[name] = ModelRecord(name, self.clock())
             self._begin_load(model)
 
     def reload(self, name: str) -> bool:
@@ -152,26 +146,24 @@ class Supervisor:
     def step(self) -> None:
         """Process failures, completed calls and due loads."""
         self._failures += self.monitor.check()
-        models = list(self._models.values())
-        completed = [
-            (model, model.call) for model in models if model.call is not None and model.call.done()
-        ]
+        calls = [(model, model.call) for model in self._models.values()]
+        completed = [(model, call) for model, call in calls if call is not None and call.done()]
         # Requested last: states from before a load or unload completed are outdated.
         if self._failures or completed or self.clock() >= self._index_due:
+            names = {failure.identity.model for failure in self._failures}
             try:
-                names = {failure.identity.model for failure in self._failures}
-                states = self.client.models(names | self.monitor.models_with_instances())
+                self._states = self.client.models(names | self.monitor.models_with_instances())
             except OSError:  # a later step handles what has happened
                 self._publish("tritonserver does not answer")
                 return
-            self._states = {state.name: state for state in states}
             self._index_due = self.clock() + _INDEX_S
         failures, self._failures = self._failures, []
         for failure in failures:
             self._handle_failure(failure)
         for model, call in completed:
-            model.call = None
-            self._handle_completed(model, call)
+            if model.call is call:  # else a failure has begun an unload
+                model.call = None
+                self._handle_completed(model, call)
         for name in sorted(self._states.keys() | self._models.keys()):
             self._observe(name)
         for model in self._models.values():
@@ -180,18 +172,19 @@ class Supervisor:
 
     def _publish(self, problem: str = "") -> None:
         """Update the snapshot first: a client that sees an event must not get the previous one."""
-        models = {name: self._why_not_ready(model) for name, model in sorted(self._models.items())}
-        warnings = {name: model.warnings for name, model in self._models.items() if model.warnings}
-        self.snapshot = Snapshot(models, problem, self.clock(), warnings)
+        reasons, warnings = {}, {}
+        for name, model in sorted(self._models.items()):
+            is_serving = model.phase is Phase.SERVING
+            # Not ready: the model is being unloaded and loaded again through Triton's API.
+            phase = Phase.LOADING if is_serving and not self._is_ready(name) else model.phase
+            texts = () if phase is Phase.SERVING else (phase.value, model.reason)
+            reasons[name] = ": ".join(filter(None, texts))
+            if model.warnings:
+                warnings[name] = model.warnings
+        self.snapshot = Snapshot(reasons, problem, self.clock(), warnings)
         events, self._events = self._events, []
         for event in events:
             self.on_event(event)
-
-    def _why_not_ready(self, model: ModelRecord) -> str:
-        if model.phase is Phase.SERVING:
-            # Not ready: the model is being unloaded and loaded again through Triton's API.
-            return "" if self._is_ready(model.name) else Phase.LOADING.value
-        return f"{model.phase.value}: {model.reason}" if model.reason else model.phase.value
 
     def _is_ready(self, name: str) -> bool:
         return name in self._states and self._states[name].ready
@@ -205,17 +198,11 @@ class Supervisor:
             self.monitor.disregard(model.name)  # these processes have to end anyway
 
     def _report(self, kind: str, name: str, text: str = "") -> None:
-        state = self._states.get(name)
-        if state is not None and kind in ("READY", "FAILED"):
-            name = f"{name} {state.versions}".strip()
+        if name in self._states and kind in ("READY", "FAILED"):
+            name = f"{name} {self._states[name].versions}".strip()
         self._events.append(Event(kind, name, text))
 
-    def _serve(
-        self,
-        model: ModelRecord,
-        config: Mapping[str, Any],
-        text: str = "",
-    ) -> None:
+    def _serve(self, model: ModelRecord, text: str = "") -> None:
         """Report that a model was loaded, and its warnings; note which models it consists of."""
         if model.attempts and model.phase is not Phase.SERVING:
             text = f"serves again after {self.clock() - model.since:.1f} s"
@@ -224,86 +211,116 @@ class Supervisor:
         model.warnings = [cause(model.name, text) for text in self.monitor.warnings(model.name)]
         for warning in model.warnings:
             self._report("WARNING", model.name, warning)
-        steps = config.get("ensemble_scheduling", {}).get("step", [])
+        steps = self.client.config(model.name).get("ensemble_scheduling", {}).get("step", [])
         model.parts = frozenset(step["model_name"] for step in steps)
 
-    def _retry(self, model: ModelRecord, reason: str, *, unload: bool = False) -> None:
+    def _retry(self, model: ModelRecord, reason: str) -> None:
         """Reload a model that failed, after a while, or give it up if it has failed too often."""
         now = self.clock()
         if model.phase is Phase.SERVING and now - model.since >= _STABLE_AFTER_S:
             model.attempts = 0
         if model.attempts >= self.restarts:
-            self._give_up(model, reason, f"; no attempts are left, {_STAYS_DOWN}")
-        else:
-            model.attempts += 1
-            # None before the first attempt, then 1, 2, 4 and so on.
-            seconds = min(_MAX_DELAY_S, 1 << model.attempts - 2) if model.attempts > 1 else 0.0
-            model.due = now + seconds
-            when = f"in {seconds:.0f} s" if seconds else "now"
-            self._enter(model, Phase.DOWN, reason)
-            attempt = f"attempt {model.attempts} of {self.restarts}"
-            self._report("DOWN", model.name, f"{reason}; loading it again {when} ({attempt})")
-        if unload:
-            self._begin_unload(model)
+            self._give_up(model, "GIVEN UP", reason, f"; no attempts are left, {_STAYS_DOWN}")
+            return
+        model.attempts += 1
+        seconds = min(_MAX_DELAY_S, 2**model.attempts // 4)  # 0, 1, 2, 4 and so on
+        model.due = now + seconds
+        self._enter(model, Phase.DOWN, reason)
+        when = f"in {seconds} s" if seconds else "now"
+        attempt = f"attempt {model.attempts} of {self.restarts}"
+        self._report("DOWN", model.name, f"{reason}; loading it again {when} ({attempt})")
 
-    def _give_up(
-        self, model: ModelRecord, reason: str, consequence: str = "", kind: str = "GIVEN UP"
-    ) -> None:
+    def _give_up(self, model: ModelRecord, kind: str, reason: str, consequence: str = "") -> None:
         """Report that a model stays down; FAILED: another load would fail in the same way."""
         self._enter(model, Phase.GIVEN_UP, reason)
         self._report(kind, model.name, f"{reason}{consequence}")
 
     def _begin_load(self, model: ModelRecord) -> None:
         self._enter(model, Phase.LOADING, model.reason)
-        seconds = self.load_seconds + _FAILING_S
         try:
-            model.call = self.client.load(model.name, seconds, model.config)
+            model.call = self.client.load(model.name, self.load_seconds + _FAILING_S)
         except ToolError as error:
-            self._give_up(model, str(error), kind="FAILED")
-
-    def _begin_unload(self, model: ModelRecord) -> None:
-        model.is_dead = True
-        config = self.client.config(model.name)
-        if config is None:
-            return  # without it, the model would be loaded with another one
-        if config and config != model.own_config:
-            model.config = config
-        model.call = self.client.unload(model.name)
+            self._give_up(model, "FAILED", str(error))
 
     def _handle_completed(self, model: ModelRecord, call: grpc.Future) -> None:
         error = self.client.failure(model.name, call)
-        is_reload = model.phase is Phase.SERVING
         if model.phase not in (Phase.LOADING, Phase.SERVING):
-            return  # an unload; if it failed, the model is still READY
-        if not error:
-            model.own_config = self.client.config(model.name) or {}
-            if model.death:
-                self._retry(model, model.death, unload=True)
-            else:
-                self._serve(model, model.own_config, "reloaded" if is_reload else "")
-        elif is_reload:
+            # Triton does not load a model that is READY, even if all its instances are dead.
+            if error and self._is_ready(model.name):
+                model.call = self.client.unload(model.name)
+        elif model.phase is Phase.SERVING and error:
             self._report("FAILED", model.name, error)
+        elif not error and not model.death:
+            self._serve(model, "reloaded" if model.phase is Phase.SERVING else "")
+        elif not error:
+            self._retry(model, model.death)
+            model.call = self.client.unload(model.name)
         elif call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             reason = f"its load took longer than {self.load_seconds:g} s (--load-timeout)"
-            self._give_up(model, reason, "; only a new server can load it if Triton waits for it")
+            consequence = "; only a new server can load it if Triton waits for it"
+            self._give_up(model, "GIVEN UP", reason, consequence)
         elif model.death or model.attempts or _DEAD in error:
             self._retry(model, model.death or error)
         else:
-            self._give_up(model, error, kind="FAILED")
+            self._give_up(model, "FAILED", error)
+
+    def _handle_failure(self, failure: InstanceFailure) -> None:
+        name, reason = failure.identity.model, failure.reason
+        self._observe(name)  # a user may just have loaded or unloaded it
+        model = self._models.get(name)
+        if model is not None and model.phase is Phase.LOADING:
+            model.death = model.death or reason
+        elif failure.in_load:
+            # A load through Triton's API; `_observe` notices if nothing serves after it.
+            self._report("FAILED", name, reason)
+        elif model is not None and model.phase is Phase.SERVING:
+            if failure.identity.copied:
+                consequence = f"; {_STAYS_DOWN}: its files came with the load request"
+                self._give_up(model, "GIVEN UP", reason, consequence)
+            else:
+                self._retry(model, reason)
+            model.call = self.client.unload(name)
+
+    def _observe(self, name: str) -> None:
+        """Notice that a model was loaded or unloaded through Triton's API, or with its parts."""
+        model, state = self._models.get(name), self._states.get(name)
+        if model is None:
+            if not self._is_ready(name):
+                return
+            model = self._models[name] = ModelRecord(name, self.clock())
+        if model.call is not None:
+            return
+        is_serving = model.phase is Phase.SERVING
+        if part := self._missing_part(model):
+            if is_serving:
+                # Triton has unloaded it, and usually loads it with the last of its parts.
+                self._enter(model, Phase.DOWN, f"needs the model '{part}', which does not serve")
+                model.attempts += 1
+        elif self._is_ready(name):
+            if not is_serving:
+                self._serve(model, "loaded through Triton's API")
+                model.attempts = 0
+        elif is_serving and (state is None or state.unloaded):
+            del self._models[name]
+            self._report("RELEASED", name, "unloaded through Triton's API; not loaded again")
+        elif is_serving and state is not None and state.reason:
+            self._give_up(model, "FAILED", state.reason)
+
+    def _missing_part(self, model: ModelRecord) -> str:
+        """Return the part of an ensemble that failed and does not serve again; empty: none."""
+        parts = (self._models.get(name) for name in model.parts)
+        return next((part.name for part in parts if part and part.phase is not Phase.SERVING), "")
 
     def _advance(self, model: ModelRecord) -> None:
         """Start a load that is due, and end one that Triton has forgotten."""
         now = self.clock()
         if model.phase is Phase.DOWN and model.call is None and not self._missing_part(model):
-            survives = bool(self.monitor.instances(model.name))
-            if survives and now >= model.since + _IDLE_S:
+            seconds = now - model.since
+            if seconds >= _IDLE_S:
                 self.monitor.kill_idle(model.name)
-            if now >= model.due and (not survives or now >= model.since + _SURVIVORS_S):
-                # Triton does not load a model that is READY, even if all its instances are dead.
-                if self._is_ready(model.name):
-                    self._begin_unload(model)
-                else:
-                    self._begin_load(model)
+            is_free = not self.monitor.instances(model.name) or seconds >= _SURVIVORS_S
+            if now >= model.due and is_free:
+                self._begin_load(model)
         # A model that is READY may wait for another one: Triton locks ensembles with their parts.
         elif (
             model.phase is Phase.LOADING
@@ -312,58 +329,3 @@ class Supervisor:
         ):
             self.monitor.kill_idle(model.name)  # the load then fails in Triton
             model.death = model.death or _NOT_ACCEPTED
-
-    def _observe(self, name: str) -> None:
-        """Notice that a model was loaded or unloaded through Triton's API, or with its parts."""
-        model = self._models.get(name)
-        state = self._states.get(name)
-        if model is None:
-            if not self._is_ready(name):
-                return
-            model = self._models[name] = ModelRecord(name, Phase.DOWN, self.clock())
-        if model.call is not None:
-            return
-        is_serving = model.phase is Phase.SERVING
-        model.is_dead = model.is_dead and self._is_ready(name)
-        if part := self._missing_part(model):
-            if is_serving:
-                # Triton has unloaded it, and usually loads it with the last of its parts.
-                self._enter(model, Phase.DOWN, f"needs the model '{part}', which does not serve")
-                model.due = 0.0
-                model.attempts += 1
-        elif self._is_ready(name):
-            if not is_serving and not model.is_dead:
-                self._serve(model, self.client.config(name) or {}, "loaded through Triton's API")
-                model.attempts = 0
-        elif is_serving and (state is None or state.unloaded):
-            del self._models[name]
-            self._report("RELEASED", name, "unloaded through Triton's API; not loaded again")
-        elif is_serving and state is not None and state.reason:
-            self._give_up(model, state.reason, kind="FAILED")
-
-    def _missing_part(self, model: ModelRecord) -> str:
-        """Return the part of an ensemble that failed and does not serve again; empty: none."""
-        for name in model.parts:
-            part = self._models.get(name)
-            if part is not None and part.phase is not Phase.SERVING:
-                return name
-        return ""
-
-    def _handle_failure(self, failure: InstanceFailure) -> None:
-        name, reason = failure.identity.model, failure.reason
-        if name not in self._models:
-            self._observe(name)  # it may serve already
-        model = self._models.get(name)
-        state = self._states.get(name)
-        if model is not None and model.phase is Phase.LOADING:
-            model.death = model.death or reason
-        elif failure.in_load:
-            # A load through Triton's API; `_observe` notices if nothing serves after it.
-            self._report("FAILED", name, reason)
-        elif model is None or model.phase is not Phase.SERVING or state is None or state.unloaded:
-            return  # it was reported already, or a user has unloaded it
-        elif failure.identity.copied:
-            self._give_up(model, reason, f"; {_STAYS_DOWN}: its files came with the load request")
-            self._begin_unload(model)
-        else:
-            self._retry(model, reason, unload=True)

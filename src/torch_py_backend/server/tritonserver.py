@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import instance_status
 from torch_py_backend.server import cleanup
 from torch_py_backend.server.client import KEY_HEADER, ModelState, TritonClient
-from torch_py_backend.server.installation import TritonInstallation
+from torch_py_backend.server.installation import TritonInstallation, refuse_in_shell
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,7 +40,7 @@ _LOG_BYTES = 1 << 18
 # Of the server's own start: other errors, such as a GPU that is missing, do not end it.
 _ERROR = (
     r"^(?:E\d{4} .* (?:main|tritonserver)\.cc:\d+\] \"?(.*?)\"?|error: (.+)"
-    r"|\w+Error: (.+)|.*(unrecognized option .+)|(Bad option: .+\n.+))$"
+    r"|.*(unrecognized option .+)|(Bad option: .+\n.+))$"
 )
 # The parser of protobuf writes the line before.
 _POLL_FAILED = (
@@ -51,12 +51,10 @@ _POLL_FAILED = (
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 # With these a client can run code, read memory or write files.
 SENSITIVE = ("model-repository", "shared-memory", "trace", "logging")
-# The names of Triton 24.10.
-_APIS = ("health", "metadata", "inference", "model-config", "statistics", *SENSITIVE)
 _RESTRICTIONS = ("http-restricted-api", "grpc-restricted-protocol")
 # What `serve` sets itself, and uses.
 _REFUSED = (
-    *("model-control-mode", "model-repository", "exit-on-error", *_RESTRICTIONS),
+    *("model-control-mode", "model-repository", *_RESTRICTIONS),
     *("http-port", "allow-http", "grpc-port", "allow-grpc", "metrics-port"),
 )
 
@@ -70,7 +68,7 @@ class Server:
     Attributes:
         ports: those of HTTP, gRPC and metrics; 0 takes a free one.
         arguments: more arguments for tritonserver; they override others.
-        key: the key of the endpoints that the arguments restrict.
+        restrict: Triton's endpoints that need the key.
         exit_seconds: how long it waits for models in use when it is stopped.
         log: the file for its log; None: the output of this process.
         variables: more variables of its environment.
@@ -84,6 +82,7 @@ class Server:
     address: str = "127.0.0.1"
     executable: Path | None = None
     arguments: Sequence[str] = ()
+    restrict: Sequence[str] = ()
     key: str = ""
     exit_seconds: int = EXIT_SECONDS
     log: Path | None = None
@@ -94,30 +93,32 @@ class Server:
 
     def __post_init__(self) -> None:
         self._triton = TritonInstallation(self.executable)
-        address = self.address
-        self.ports = choose_ports(address, self.ports)
-        self.http_address, self.grpc_address, self.metrics_address = (
-            client_address(address, port) for port in self.ports
-        )
-        # libevent and gRPC write an IPv6 address in their own ways.
-        http, grpc = (f"ipv6:{address}", f"[{address}]") if ":" in address else (address, address)
-        http_port, grpc_port, metrics_port = self.ports
         self.repository = self.repository.absolute()
+        ports = choose_ports(self.address, self.ports)
+        addresses = [client_address(self.address, port) for port in ports]
+        self.http_address, self.grpc_address, self.metrics_address = addresses
+        # libevent and gRPC write an IPv6 address in their own ways.
+        http, grpc = (
+            (f"ipv6:{self.address}", f"[{self.address}]")
+            if ":" in self.address
+            else (self.address, self.address)
+        )
         self._arguments = [
             f"--model-repository={self.repository}",
             f"--cache-directory={self._triton.python_backend.parents[1] / 'caches'}",
             f"--exit-timeout-secs={self.exit_seconds}",
-            *(f"--http-address={http}", f"--http-port={http_port}"),
-            *(f"--grpc-address={grpc}", f"--grpc-port={grpc_port}"),
-            *(f"--metrics-address={http}", f"--metrics-port={metrics_port}"),
-            *self.arguments,
+            *(f"--http-address={http}", f"--http-port={ports[0]}"),
+            *(f"--grpc-address={grpc}", f"--grpc-port={ports[1]}"),
+            *(f"--metrics-address={http}", f"--metrics-port={ports[2]}"),
         ]
+        if self.restrict:
+            value = f"{','.join(self.restrict)}:{KEY_HEADER}={self.key}"
+            self._arguments += [f"--{option}={value}" for option in _RESTRICTIONS]
         self.client = TritonClient(
             self.http_address,
             self.grpc_address,
-            key=self.key,
-            check_name=self._triton.refuse_in_shell,
-            poll_failure=lambda model: self._logged(_POLL_FAILED.format(re.escape(model))),
+            self.key if self.restrict else "",
+            lambda model: self._logged(_POLL_FAILED.format(re.escape(model))),
         )
         self._stack = contextlib.ExitStack()  # what `stop` does
 
@@ -130,7 +131,7 @@ class Server:
         """Start the server, which loads its models before it listens."""
         variables = self._triton.environment() | self.variables
         for path in (self.repository, tempfile.gettempdir()):
-            self._triton.refuse_in_shell(str(path))
+            refuse_in_shell(str(path))
         with contextlib.ExitStack() as stack:
             stack.callback(self.client.close)
             cleanup.sweep()
@@ -149,6 +150,7 @@ class Server:
                     # Distinguishes its shared memory from that of other servers.
                     f"--backend-config=python,shm-region-prefix-name={folder.prefix}",
                     *self._arguments,
+                    *self.arguments,
                 ],
                 env=variables | {instance_status.VARIABLE: str(folder.status)},
                 cwd=folder.path,
@@ -168,7 +170,7 @@ class Server:
             self.process.kill()
             self.process.wait()
 
-    def wait_loaded(self, is_over: Callable[[], bool] = lambda: False) -> list[ModelState]:
+    def wait_loaded(self, is_over: Callable[[], bool] = lambda: False) -> Mapping[str, ModelState]:
         """Wait until the server has tried to load its models, and return their states.
 
         No states are returned if `is_over` is true. A server that has ended is a ToolError.
@@ -176,12 +178,12 @@ class Server:
         while not is_over():
             if (code := self.process.poll()) is not None:
                 reason = self._logged(_ERROR)
-                how = f"with exit code {code}: {reason}" if reason else f"with exit code {code}"
+                how = f"with exit code {code}" + (f": {reason}" if reason else "")
                 raise ToolError(f"tritonserver ended {how}; its log says more{self.log_name}.")
             with contextlib.suppress(OSError):
                 return self.client.models()
             time.sleep(_POLL_SECONDS)
-        return []
+        return {}
 
     def _logged(self, pattern: str) -> str:
         """Return the groups of the last match of a pattern near the end of the log, if any.
@@ -191,7 +193,7 @@ class Server:
         if self.log is None:
             return ""
         with self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
             log = file.read().decode(errors="replace")
         text = ""
         for match in re.finditer(pattern, log, re.MULTILINE):
@@ -228,25 +230,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         raise ToolError(f"{error}.") from None
     for name in _REFUSED:
         if any(word.partition("=")[0] == f"--{name}" for word in others):
-            raise ToolError(
-                f"--{name} was given after --, and `serve` sets it itself; use an option of"
-                " `serve`, such as --http-port or --restrict, or remove it."
-            )
+            raise ToolError(f"`serve` sets --{name} itself; use the options before --.")
     parsed.others = others
     return parsed
-
-
-def restriction_arguments(names: Sequence[str], key: str) -> list[str]:
-    """Return the arguments that restrict endpoints to clients that send a key.
-
-    Raises:
-        ToolError: Triton has no endpoint of such a name.
-    """
-    for name in names:
-        if name not in _APIS:
-            raise ToolError(f"'{name}' is not one of Triton's endpoints: {', '.join(_APIS)}.")
-    value = f"{','.join(names)}:{KEY_HEADER}={key}"
-    return [f"--{option}={value}" for option in _RESTRICTIONS] if names else []
 
 
 def client_address(address: str, port: int) -> str:

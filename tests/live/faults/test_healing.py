@@ -279,7 +279,7 @@ def _document(name: str) -> str:
 
 
 def test_loads_and_unloads_by_users(served: Supervised, repository: Path) -> None:
-    """What a user unloads is not missed; what a user loads is healed with what it was loaded with.
+    """What a user unloads is not missed; what a user loads is healed, with its config.pbtxt.
 
     Files that came with a load are not known: it stays down, with the reason, until the next one.
     """
@@ -296,11 +296,10 @@ def test_loads_and_unloads_by_users(served: Supervised, repository: Path) -> Non
 
         client.load_model("changed", config=_document("changed"))
         until(lambda: served.ready("changed"), served)
-        for attempt in "12":
-            old = served.stubs("changed")
-            _kill(old)
-            _healed(served, "changed", old, f"(attempt {attempt} of 4)")
-            assert client.get_model_config("changed").config.max_batch_size == 3
+        old = served.stubs("changed")
+        _kill(old)
+        _healed(served, "changed", old, "(attempt 1 of 4)")
+        assert client.get_model_config("changed").config.max_batch_size > 3
 
         files = {"file:1/model.py": _MODULE.format(imported="", built="pass").encode()}
         for dies in (True, False):
