@@ -332,7 +332,7 @@ _MODULE = {"format": "module"}
         (saved.Total(), {"max_batch_size": 4}, SaveError, "is 4, .* not twice the rows"),
         (models.Affine(), {"hooks": models.Measure}, SaveError, "expected a dict of the inputs"),
         (saved.Branches(2.0), _HOOKED | {"format": "export"}, SaveError, r"write hooks\.py"),
-        (torch.jit.script(models.Affine()), {}, SaveError, "is a RecursiveScriptModule; .* init"),
+        (torch.jit.script(models.Affine()), {}, SaveError, "is a RecursiveScriptModule. .* init"),
         (models.Affine(), {"format": "torchscript"}, SaveError, "one of module, .* Use format="),
         (models.Affine(), {"processor": object()}, SaveError, "expected a tokenizer or an image"),
         (saved.Branches(2.0), {}, RuntimeError, "(?s)data-dependent.*torch.export"),

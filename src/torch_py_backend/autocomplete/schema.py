@@ -41,6 +41,10 @@ DEFAULT_BATCH_SIZE = 8
 # A larger limit in an exported program stands for "any number of rows".
 _MAX_BATCH_SIZE = 4096
 _STRINGS = dtypes.from_triton("BYTES")
+_EXAMPLE = (
+    f"{example_inputs.NAME}.safetensors in the version folder, or a function"
+    f" {example_inputs.NAME}() in model.py or hooks.py"
+)
 # Models with these keys in config.pbtxt, and decoupled ones, are not run.
 _NOT_RUN = ("batch_input", "batch_output", "sequence_batching")
 _NONE: Mapping[str, Collection[int]] = {}
@@ -100,9 +104,7 @@ def _try(
     if not document.get("input") and example is None:
         raise ConfigError(
             f"config.pbtxt lists no inputs, and {loaded.kind.value} does not define their shapes",
-            expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
-            f" {example_inputs.NAME}() in model.py or hooks.py that returns a dict of tensors by"
-            " input name",
+            expected=f"{_EXAMPLE} that returns a dict of tensors by input name",
             cure="Add one of them, or write the inputs and outputs into config.pbtxt. `init` takes"
             " them as --example FILE, or --input NAME:TYPE:DIMS for each.",
         )
@@ -121,9 +123,7 @@ def _try(
         raise ConfigError(
             "config.pbtxt lists no outputs, and the model fails with made-up values for its inputs:"
             f" {error}",
-            cure=f"Correct the inputs; or put valid values beside the model, in"
-            f" {example_inputs.NAME}.safetensors or a function {example_inputs.NAME}(); or write"
-            " the outputs into config.pbtxt.",
+            cure=f"Correct the inputs, add {_EXAMPLE}, or write the outputs into config.pbtxt.",
         ) from error
     varying: dict[str, set[int]] = {name: set() for name in outputs}
     for other in others:

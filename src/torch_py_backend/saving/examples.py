@@ -69,7 +69,11 @@ def from_arguments(
         is_key = signature.container_argument([]) is not None and isinstance(keys[-1], str)
         name = str(keys[-1]) if len(keys) == 1 + is_key else path_text("KWARGS", tuple(keys))
         if not isinstance(value, Tensor):
-            raise _unsupported(name, value, "a tensor")
+            raise SaveError(
+                f"the value of '{name}' in example_inputs is {a_type(value)}",
+                expected="a tensor",
+                cure="Leave it out if it has a default.",
+            )
         item[name], dynamic[name] = value, _dynamic_dims(dynamic_shapes, keys)
 
     def run(item: Mapping[str, Value]) -> Item:
@@ -106,15 +110,13 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
             f"example_inputs is {a_type(example_inputs)}, and the model has hooks",
             expected="a dict of the inputs of a request by name",
         )
-    item: Item = {}
-    for name, value in example_inputs.items():
-        if isinstance(value, Tensor):
-            item[name] = value.detach().cpu()
-        elif isinstance(value, list) and all(isinstance(x, str | bytes) for x in value):
-            shape = (-1,) if max_batch_size == 0 else (-1, 1)
-            item[name] = np.array(value, dtype=np.object_).reshape(shape)
-        else:
-            raise _unsupported(name, value, "a tensor, or a list of str or bytes")
+    shape = (-1,) if max_batch_size == 0 else (-1, 1)
+    item: Item = {
+        name: value.detach().cpu()
+        if isinstance(value, Tensor)
+        else np.array(value, dtype=np.object_).reshape(shape)
+        for name, value in example_inputs.items()
+    }
     size = _batch_size(item, max_batch_size)
     return Example(item, size, schema.entries(item, batched=size > 0))
 
@@ -124,14 +126,6 @@ def _batch_size(item: Item, max_batch_size: int | None) -> int:
     if max_batch_size is not None:
         return max_batch_size
     return max(schema.DEFAULT_BATCH_SIZE, *next(iter(item.values())).shape[:1])
-
-
-def _unsupported(name: str, value: object, expected: str) -> SaveError:
-    return SaveError(
-        f"the value of '{name}' in example_inputs is {a_type(value)}",
-        expected=expected,
-        cure="Leave it out if it has a default.",
-    )
 
 
 def _dynamic_dims(shapes: Any, keys: Sequence[int | str]) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -26,22 +27,18 @@ _CHECK = "aot_inductor.check_lowerbound"
 
 
 def write_source(
-    module: nn.Module,
-    kwargs: Document,
-    processor: Any,
-    folder: Path,
-    *,
-    pretrained: bool,
+    folder: Path, module: nn.Module, kwargs: Document, pretrained: Sequence[Any]
 ) -> Document:
-    """Write the class and its weights, or what `save_pretrained` writes; return the options."""
+    """Write the class and its weights; return the options of the model.
+
+    `pretrained` are parts that write themselves: a model of transformers, and its processor.
+    """
     folder.mkdir(parents=True)
     name = type(module).__name__
     options: Document = {"MODEL_KWARGS": kwargs} if kwargs else {}
+    for part in pretrained:
+        part.save_pretrained(folder)
     if pretrained:
-        parts: list[Any] = [module, processor]
-        for part in parts:
-            if part is not None:
-                part.save_pretrained(folder)
         return {**options, "MODEL_FACTORY": f"transformers:{name}"}
     source_files.write(folder, "model", type(module))
     own = module.state_dict(keep_vars=True)
@@ -56,7 +53,7 @@ def write_source(
 
 
 def write_program(
-    module: nn.Module, example: Example, shapes: Any, folder: Path, *, compiled: bool = False
+    folder: Path, module: nn.Module, example: Example, shapes: Any, *, compiled: bool
 ) -> Document:
     """Export a module to a file; `compiled`: as a package of AOTInductor. Return no options.
 
@@ -65,11 +62,9 @@ def write_program(
     """
     if example.arguments is None:
         raise SaveError(
-            "hooks are given, and the module is saved as a program, for which forward() is called"
-            " with example_inputs",
+            "hooks are given, and the module is saved as a program",
             expected="a module whose class can be imported",
-            cure="Put the class into a .py file, or save it without hooks and write hooks.py"
-            " beside the program.",
+            cure="Put the class into a .py file, or write hooks.py beside the program.",
         )
     # Copied: torch.export takes one tensor in two places for one input.
     tensors = [torch.as_tensor(value).clone() for value in example.item.values()]

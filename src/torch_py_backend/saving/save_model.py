@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -114,10 +113,11 @@ def save_model(
                 example = examples.from_arguments(
                     module, example_inputs, max_batch_size, dynamic_shapes
                 )
-            kwargs = dict(model_kwargs or {})
+            kwargs, parts = dict(model_kwargs or {}), list[Any]()
             if pretrained:
-                known: Any = module
-                entries = artifact_files.pretrained_inputs(known.config.to_dict(), [*example.item])
+                parts = [part for part in (module, processor) if part is not None]
+                config = parts[0].config.to_dict()
+                entries = artifact_files.pretrained_inputs(config, [*example.item])
                 if [entry["name"] for entry in entries] == [*example.item]:
                     example.entries = entries
                 names = introspection.from_function(module.forward).named
@@ -131,29 +131,30 @@ def save_model(
                 "parameters": pbtxt.parameters(parameters or {}),
                 "instance_group": [{"kind": kind, "count": instances}],
             }
-            program = partial(module_files.write_program, module, example, dynamic_shapes)
-            writers: dict[Format, Callable[[Path], Document]] = {
-                "module": partial(
-                    module_files.write_source, module, kwargs, processor, pretrained=pretrained
-                ),
-                "export": program,
-                "aoti": partial(program, compiled=True),
-            }
-            _write(folder, [writers[name] for name in formats], document, example, own)
+
+            def write(version: Path, kind: Format) -> Document:
+                if kind == "module":
+                    return module_files.write_source(version, module, kwargs, parts)
+                return module_files.write_program(
+                    version, module, example, dynamic_shapes, compiled=kind == "aoti"
+                )
+
+            _write(folder, formats, write, document, example, own)
     return target
 
 
 def _write(
     folder: Path,
-    writers: Sequence[Callable[[Path], Document]],
+    formats: Sequence[Format],
+    write: Callable[[Path, Format], Document],
     document: Document,
     example: Example,
     hooks: type | Path | None,
 ) -> None:
-    """Write the folder with the first writer whose files load, and answer as the module does."""
-    for write in writers:
+    """Write the folder in the first format whose files load, and answer as the module does."""
+    for kind in formats:
         try:
-            options = write(folder / "1")
+            options = write(folder / "1", kind)
             module_files.write_beside(folder / "1", hooks, example.item)
             # Until the config is written: without a max_batch_size in this file, the warm-up
             # refuses rows that depend on each other.
@@ -167,10 +168,10 @@ def _write(
                 folder, {**document, "parameters": parameters}, reference=reference
             )
         except Exception as error:
-            if write is writers[-1]:
+            if kind == formats[-1]:
                 raise
-            reason = summarize(error)
-            log.warning("model '%s' is saved as a torch.export program: %s", folder.name, reason)
+            text = "model '%s' is saved as a torch.export program: %s"
+            log.warning(text, folder.name, summarize(error))
             shutil.rmtree(folder)
         else:
             for warning in report["warnings"]:
@@ -198,11 +199,10 @@ def _hooks_of(
 
 def _check(module: object, kind: object) -> None:
     """Raise SaveError for a module or a format that cannot be saved."""
-    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, torch.jit.ScriptModule):
         raise SaveError(
             f"module is {a_type(module)}",
-            expected="a torch.nn.Module",
-            cure="For TorchScript, use torch.jit.save and `torch-py-backend init`.",
+            cure="Save TorchScript with torch.jit.save, and use `torch-py-backend init`.",
         )
     if kind not in (None, *get_args(Format)):
         raise SaveError(

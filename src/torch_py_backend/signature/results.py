@@ -18,6 +18,8 @@ from torch_py_backend.signature.arguments import is_path, ordinal, path_text
 
 log = logging.getLogger(__name__)
 
+# Keys, indices and fields from the result down to a leaf.
+Keys: TypeAlias = tuple[Any, ...]
 # A function from the result of forward() to the outputs, in the config's order.
 OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
 
@@ -35,24 +37,21 @@ def bind_outputs(names: Sequence[str], result: object, of: str = "forward()") ->
         BindingError: a name matches no leaf, or there are more names than leaves.
     """
     leaves = list(_leaves(result))
-    parts = _parts(result) or {}
-    fields = {name for name in parts.values() if name}
-    top = [(number, parts[keys[0]]) for number, keys in enumerate(leaves) if len(keys) == 1]
-    aliases = {name: number for number, name in top if name}
-    for number, keys in enumerate(leaves):
+    aliases = {name: number for number, (name, _) in enumerate(leaves) if name}
+    has_fields = bool(aliases)
+    for number, (_, keys) in enumerate(leaves):
         aliases.setdefault(path_text("RESULT", keys), number)
     indices = [aliases.get(name, ordinal(name)) for name in names]
-    has_order = not fields or isinstance(result, tuple)
-    matched = any(is_path(name) or name in fields for name in names)
-    if None in indices and has_order and not matched:
-        if fields or indices.count(None) < len(names):
+    has_order = isinstance(result, tuple | list) or _parts(result) is None
+    if None in indices and has_order and not any(n in aliases or is_path(n) for n in names):
+        if has_fields or indices.count(None) < len(names):
             log.warning(
                 "the output names %s are neither all numbers (OUTPUT__0, OUTPUT__1, …) nor fields"
                 " of the result; they are taken in the result's order.",
                 ", ".join(names),
             )
         indices = list(range(len(names)))
-    selected = [leaves[i] for i in dict.fromkeys(indices) if i is not None and i < len(leaves)]
+    selected = {i: leaves[i][1] for i in indices if i is not None and i < len(leaves)}
     if len(selected) < len(names):
         valid = [*aliases, *(f"OUTPUT__{number}" for number in range(len(leaves)))]
         raise BindingError(
@@ -60,25 +59,28 @@ def bind_outputs(names: Sequence[str], result: object, of: str = "forward()") ->
             expected=f"names among {join_names(valid)}",
             cure="An output is a torch.Tensor or a list of strings, no list of numbers.",
         )
-    if selected == [()]:
+    paths = [*selected.values()]
+    if paths == [()]:
         return lambda result: (result,)
-    return lambda result: [_part(result, keys) for keys in selected]
+    return lambda result: [_part(result, keys) for keys in paths]
 
 
 def leaf_names(result: object) -> list[str]:
     """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
-    fields = {(key,): name for key, name in (_parts(result) or {}).items() if name}
-    return [fields.get(keys, f"OUTPUT__{number}") for number, keys in enumerate(_leaves(result))]
+    return [name or f"OUTPUT__{number}" for number, (name, _) in enumerate(_leaves(result))]
 
 
-def _leaves(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the keys of each leaf in the result's order; a list of strings is one leaf."""
+def _leaves(value: object, name: str = "", path: Keys = ()) -> Iterator[tuple[str, Keys]]:
+    """Yield the name and the keys of each leaf in the result's order.
+
+    A part of the result itself is named after its key or field. A list of strings is one leaf.
+    """
     parts = _parts(value)
     if parts is None:
-        yield path
+        yield name, path
         return
-    for key in parts:
-        yield from _leaves(_part(value, (key,)), (*path, key))
+    for key, field in parts.items():
+        yield from _leaves(_part(value, (key,)), "" if path else field, (*path, key))
 
 
 def _parts(value: object) -> dict[Any, str] | None:
@@ -94,7 +96,7 @@ def _parts(value: object) -> dict[Any, str] | None:
     return None
 
 
-def _part(value: Any, path: tuple[Any, ...]) -> object:
+def _part(value: Any, path: Keys) -> object:
     """Return a leaf of a result that may have another structure than the sample."""
     for key in path:
         # A tensor can be indexed, too, but has no parts.
