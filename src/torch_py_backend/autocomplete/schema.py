@@ -128,8 +128,9 @@ def _try(
     varying: dict[str, set[int]] = {name: set() for name in outputs}
     for other in others:
         with contextlib.suppress(ForwardError, InputError, OutputError):
-            for name, value in run(other, batched=batched).items():
-                sizes = zip(value.shape, outputs[name].shape, strict=False)
+            again = run(other, batched=batched)
+            for name in outputs.keys() & again.keys():
+                sizes = zip(again[name].shape, outputs[name].shape, strict=False)
                 varying[name] |= {dim for dim, (size, own) in enumerate(sizes) if size != own}
     return _schema(item, outputs, loaded.rows.most, batched=batched, varying=varying)
 
