@@ -20,7 +20,7 @@ import tritonclient.grpc
 from numpy.typing import NDArray
 from tritonclient.utils import triton_to_np_dtype
 
-from torch_py_backend.errors import InputError, ToolError, about, join_names
+from torch_py_backend.errors import InputError, ToolError, join_names
 from torch_py_backend.model_folders import remote_repository
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.serving import Serving
@@ -84,16 +84,10 @@ class LocalServer:
         }
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._serving: Serving | None = None
         self.http_address = self.grpc_address = self.metrics_address = ""
 
     def __repr__(self) -> str:
-        if self._serving is None:
-            return f"<LocalServer of {self.repository}: not started>"
-        models = self._serving.supervisor.snapshot.models
-        states = ", ".join(f"{name} ({reason or 'serves'})" for name, reason in models.items())
-        addresses = f"{self.url} and grpc://{self.grpc_address}"
-        return f"<LocalServer on {addresses}: {states or 'no models'}>"
+        return f"<LocalServer of {self.repository}: {self.http_address or 'not started'}>"
 
     def __enter__(self) -> Self:
         self.start()
@@ -107,25 +101,19 @@ class LocalServer:
         if self._thread is not None:
             raise ToolError("the server runs already; stop it first.")
         path = remote_repository.local(self.repository, self._cache, _report)
-        serving = Serving(path, _report, **self._options)
-        log = serving.server.log = tritonserver.create_log()
-        started: futures.Future[None] = futures.Future()
+        started: futures.Future[tritonserver.Server] = futures.Future()
         self._ended.clear()
         # Not this thread, which may end: tritonserver ends with the one that starts it.
-        self._thread = threading.Thread(target=self._run, args=(serving, log, started), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(path, started), daemon=True)
         self._thread.start()
         atexit.register(self.stop)
         try:
-            started.result(self._timeout)
-            for name, reason in serving.supervisor.snapshot.models.items():
-                if reason:
-                    raise ToolError(f"model '{name}' {reason}.")
+            server = started.result(self._timeout)
         except BaseException as error:
             self.stop()
             if isinstance(error, futures.TimeoutError):
                 raise ToolError(f"the loads took longer than {self._timeout:g} seconds.") from None
             raise
-        self._serving, server = serving, serving.server
         self.http_address, self.grpc_address = server.http_address, server.grpc_address
         self.metrics_address = server.metrics_address
         _report(f"serving on {self.url} and grpc://{self.grpc_address}")
@@ -134,7 +122,6 @@ class LocalServer:
         """Stop the server. May be called twice."""
         if client := self.__dict__.pop("client", None):
             client.close()
-        self._serving = None
         self.http_address = self.grpc_address = self.metrics_address = ""
         self._ended.set()
         if self._thread is not None:
@@ -142,30 +129,35 @@ class LocalServer:
         self._thread = None
         atexit.unregister(self.stop)
 
-    def _run(
-        self,
-        serving: Serving,
-        log: Path,
-        started: futures.Future[None],
-    ) -> None:
-        """Run the server until `stop`; set the result when all loads have ended."""
+    def _run(self, repository: Path, started: futures.Future[tritonserver.Server]) -> None:
+        """Run the server until `stop`; set the result when every model is READY."""
+        log = tritonserver.create_log()
+
+        def check_loads() -> None:
+            for name, reason in serving.supervisor.snapshot.models.items():
+                if reason:
+                    raise ToolError(f"model '{name}' {reason}.")
+            started.set_result(serving.server)
+
         try:
+            serving = Serving(repository, _report, **self._options)
+            serving.server.log = log
             # What instances write into their temporary folder is removed with them.
             with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
                 serving.server.variables["TMPDIR"] = folder
-                code = serving.run(lambda: started.set_result(None), self._ended.is_set)
-                if code is not None:
-                    raise ToolError(f"tritonserver has ended; its log says why: {log}.")
-                if not started.done():
-                    raise ToolError("the server was stopped during its start.")
-            log.unlink()
+                code = serving.run(check_loads, self._ended.is_set)
+            if code is not None:
+                raise ToolError(f"tritonserver has ended; its log says why: {log}.")
+            if not started.done():
+                raise ToolError("the server was stopped during its start.")
         except Exception as error:
-            if str(log) not in str(error):
-                log.unlink()
             if started.done():
                 _LOGGER.exception("the server has ended.")
             else:
                 started.set_exception(error)
+            if str(log) in str(error):
+                return
+        log.unlink()
 
     @property
     def url(self) -> str:
@@ -215,9 +207,7 @@ class LocalServer:
         # A client has one stream at a time.
         client = tritonclient.grpc.InferenceServerClient(self.grpc_address)
         try:
-            client.start_stream(
-                lambda result, error: answers.put((result, error)), stream_timeout=timeout
-            )
+            client.start_stream(lambda *answer: answers.put(answer), stream_timeout=timeout)
             client.async_stream_infer(
                 model, sent, model_version=version, enable_empty_final_response=True
             )
@@ -235,25 +225,30 @@ class LocalServer:
             client.stop_stream(cancel_requests=not has_ended)
             client.close()
 
-    def _inputs(self, model: str, inputs: Any, version: str) -> list[Any]:
+    def _inputs(self, model: str, inputs: Any, version: str) -> list[tritonclient.grpc.InferInput]:
+        """Return values as inputs of tritonclient, in the types of the model's inputs."""
         metadata = self.client.get_model_metadata(model, version)
         tensors = {tensor.name: tensor for tensor in metadata.inputs}
-        with about(model):
-            if not isinstance(inputs, Mapping) and len(tensors) == 1:
-                inputs = dict.fromkeys(tensors, inputs)
-            if not isinstance(inputs, Mapping) or inputs.keys() - tensors.keys():
-                raise InputError(
-                    "the request does not name the model's inputs",
-                    expected=f"a dict of values by the names {join_names(tensors)}",
-                )
-            return [_input(tensors[name], value) for name, value in inputs.items()]
+        if not isinstance(inputs, Mapping) and len(tensors) == 1:
+            inputs = dict.fromkeys(tensors, inputs)
+        if not isinstance(inputs, Mapping) or inputs.keys() - tensors.keys():
+            raise InputError(
+                f"the request does not name the inputs of model '{model}'",
+                expected=f"a dict of values by the names {join_names(tensors)}",
+            )
+        sent = []
+        for name, value in inputs.items():
+            datatype, shape = tensors[name].datatype, tensors[name].shape
+            array = _array(name, value, datatype)
+            if array.ndim == len(shape) - 1 and shape[-1] == 1:  # one value for each row
+                array = array[..., None]
+            sent.append(tritonclient.grpc.InferInput(name, list(array.shape), datatype))
+            sent[-1].set_data_from_numpy(array)
+        return sent
 
     def _check_started(self) -> None:
-        if self._serving is None:
-            raise ToolError(
-                "the server was not started; use it in `with torch_py_backend.serve(...) as"
-                " server:`, or call start() first."
-            )
+        if not self.grpc_address:
+            raise ToolError("the server does not run; call start() first, or use a `with` block.")
 
 
 serve = LocalServer
@@ -266,40 +261,26 @@ def _report(line: str | Event) -> None:
         print(line, file=sys.stderr)  # noqa: T201
 
 
-def _outputs(result: Any) -> Outputs:
+def _outputs(result: tritonclient.grpc.InferResult) -> Outputs:
     names = [output.name for output in result.get_response().outputs]
     return {name: result.as_numpy(name).copy() for name in names}  # they are read-only
 
 
-def _input(tensor: Any, value: Any) -> Any:
-    """Return a value as an input of tritonclient, in the type of the model's input."""
+def _array(name: str, value: Any, datatype: str) -> NDArray[Any]:
+    """Return the value of an input as an array of its Triton datatype; strings are bytes."""
+    array: NDArray[Any]
+    if datatype == "BYTES":
+        # tritonclient would send the representation of other objects, also of numpy's own bytes.
+        array = np.vectorize(
+            lambda text: text.encode() if isinstance(text, str) else b"".join([text]),
+            otypes=[object],
+        )(value)
+        return array
     if hasattr(value, "detach"):  # a torch tensor; numpy has no bfloat16
         value = value.detach().cpu()
         value = value.float() if str(value.dtype) == "torch.bfloat16" else value
-    if tensor.datatype == "BYTES":
-        # Objects: numpy's own types for text drop zeros at the end.
-        array = np.array(value, dtype=object)
-        fits = all(isinstance(item, (bytes, str)) for item in array.flat)
-        # tritonclient would send the representation of numpy's own bytes.
-        for place, item in enumerate(array.flat):
-            if isinstance(item, bytes):
-                array.flat[place] = bytes(item)
-    else:
-        given = np.asarray(value)
-        fits = given.dtype.kind not in "OSU"
-        if fits:
-            with np.errstate(over="ignore", invalid="ignore"):
-                array = given.astype(triton_to_np_dtype(tensor.datatype))
-            # Floating-point numbers may be rounded, integers may not.
-            error = 0.0 if array.dtype.kind in "biu" else 0.01
-            fits = np.allclose(array, given, rtol=error, atol=error, equal_nan=True)
-    if not fits:
-        raise InputError(
-            f"input '{tensor.name}' has other values", expected=f"values of {tensor.datatype}"
-        )
-    shape = list(tensor.shape)
-    if array.ndim == len(shape) - 1 and shape[-1:] == [1]:  # one value for each row
-        array = array[..., None]
-    sent = tritonclient.grpc.InferInput(tensor.name, list(array.shape), tensor.datatype)
-    sent.set_data_from_numpy(array)
-    return sent
+    given = np.asarray(value)
+    array = given.astype(triton_to_np_dtype(datatype))
+    if array.dtype.kind in "iu" and not np.array_equal(array, given):
+        raise InputError(f"input '{name}' has other values", expected=f"values of {datatype}")
+    return array

@@ -92,10 +92,9 @@ def test_stream(server: LocalServer) -> None:
 
 
 def test_client(server: LocalServer) -> None:
-    """The server has a client of tritonclient and addresses; `repr` has them and the models."""
+    """The server has a client of tritonclient and addresses."""
     assert server.url == f"http://{server.http_address}"
-    assert repr(server).startswith(f"<LocalServer on {server.url} and grpc://")
-    assert "counts (serves)" in repr(server)
+    assert server.http_address in repr(server)
     assert server.client.is_model_ready("module")
     assert server.client.get_server_metadata().name == "triton"
     for address in (server.http_address, server.grpc_address, server.metrics_address):

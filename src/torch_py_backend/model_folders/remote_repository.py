@@ -12,20 +12,17 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 from torch_py_backend import files
-from torch_py_backend.errors import ToolError, about, printable
+from torch_py_backend.errors import ToolError, about, summarize
 from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.processes import private_files
 
-Report: TypeAlias = Callable[[str], None]
 _HUB = "hf://"
-_FETCHED = ".fetched.json"
-_LONGEST = 300
+_RECORD = "fetched.json"
 
 
-def local(url: str, cache: Path | None, report: Report) -> Path:
+def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
     """Return the local folder of a model repository: the path itself, or what is fetched.
 
     If the store fails, the files that were fetched last are used.
@@ -42,44 +39,38 @@ def local(url: str, cache: Path | None, report: Report) -> Path:
     """
     if "://" not in url:
         return Path(url)
-    if "@" in url and not url.startswith(_HUB):
-        raise ToolError("the URL holds credentials; set the variables of the store's library.")
     cache = cache or Path("~/.cache/torch-py-backend").expanduser()
     if risk := private_files.create(cache):
         raise ToolError(f"the cache {cache} is not used: {risk}. Name another one with --cache.")
-    name = url.rstrip("/").rpartition("/")[2].partition("@")[0]
-    folder = cache / hashlib.sha256(url.encode()).hexdigest()[:16] / name
+    place = cache / hashlib.sha256(url.encode()).hexdigest()[:16]
+    folder, models = place / "files", place / "models"
     folder.mkdir(parents=True, exist_ok=True)
-    fetch = _fetch_model if url.startswith(_HUB) else _fetch_files
-    with private_files.locked(folder.parent / "lock"):  # another server may fetch the same
+    hub, _, revision = url.removeprefix(_HUB).partition("@")
+    with private_files.locked(place / "lock"):  # another server may fetch the same
         try:
-            fetch(url, folder, report)
+            if url.startswith(_HUB):
+                import huggingface_hub  # noqa: PLC0415  only some users have it
+
+                report(f"fetching {hub}")
+                huggingface_hub.snapshot_download(hub, revision=revision or None, local_dir=folder)
+                (place / _RECORD).write_text("{}")
+            else:
+                _fetch_files(url, place, folder, report)
         except Exception as error:  # each store's library has exceptions of its own
-            (reason, *_) = str(error).strip().splitlines() or [""]
-            problem = (
-                f"{url} cannot be read: {type(error).__name__}: {printable(reason)[:_LONGEST]}"
-            )
-            if isinstance(error, ImportError):
-                problem += "; pip install 'torch-py-backend[stores]'"
-            if not (folder / _FETCHED).exists():
+            problem = f"{url} cannot be read: {summarize(error)}"
+            if not (place / _RECORD).exists():
                 raise ToolError(f"{problem}.") from error
             report(f"{problem}. Serving the files that were fetched last.")
     if url.startswith(_HUB) and (folder / "config.json").is_file():
-        return _with_model_folder(folder)
+        name = Path(hub).name
+        with about(name):
+            artifact = artifact_files.find(folder, None, tensors=True)
+            creation.create(models / name, artifact, [], transfer=os.link, force=True)
+        return models
     return folder
 
 
-def _fetch_model(url: str, folder: Path, report: Report) -> None:
-    """Fetch a repository of the Hugging Face hub, whose library skips files that are the same."""
-    import huggingface_hub  # noqa: PLC0415  only some users have it
-
-    repository, _, revision = url.removeprefix(_HUB).partition("@")
-    report(f"fetching {repository}")
-    huggingface_hub.snapshot_download(repository, revision=revision or None, local_dir=folder)
-    (folder / _FETCHED).write_text("{}")
-
-
-def _fetch_files(url: str, folder: Path, report: Report) -> None:
+def _fetch_files(url: str, place: Path, folder: Path, report: Callable[[str], None]) -> None:
     import fsspec  # noqa: PLC0415  only some users have it
 
     store, root = fsspec.url_to_fs(url)
@@ -90,33 +81,22 @@ def _fetch_files(url: str, folder: Path, report: Report) -> None:
     }
     if not present:
         raise FileNotFoundError("it holds no files")
-    fetched = folder / _FETCHED
-    before = json.loads(fetched.read_bytes()) if fetched.exists() else {}
+    record = place / _RECORD
+    before = json.loads(record.read_bytes()) if record.exists() else {}
     changed = [name for name, facts in present.items() if before.get(name) != facts]
     if changed:
         report(f"fetching {len(changed)} files from {url}")
     # Complete files get their names last: a fetch that fails leaves the files of the last one.
-    scratch = folder.with_name(".part").resolve()
-    shutil.rmtree(scratch, ignore_errors=True)  # of a fetch that was killed
+    scratch = place.resolve() / "part"
+    shutil.rmtree(scratch, ignore_errors=True)  # of the last fetch
     scratch.mkdir()
     for name in changed:
         path = (scratch / name).resolve()
-        if not path.is_relative_to(scratch) or path == scratch / _FETCHED:
+        if not path.is_relative_to(scratch):
             raise ValueError(f"the file {name!r} leads out of the folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         store.get_file(f"{root.rstrip('/')}/{name}", str(path))
     shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
-    shutil.rmtree(scratch)
     for name in before.keys() - present.keys():
         (folder / name).unlink(missing_ok=True)
-    files.replace(fetched, json.dumps(present).encode())
-
-
-def _with_model_folder(fetched: Path) -> Path:
-    """Return a repository with a model folder of a save_pretrained folder, as `init` makes it."""
-    repository = fetched.with_name("models")
-    shutil.rmtree(repository, ignore_errors=True)
-    with about(fetched.name):
-        artifact = artifact_files.find(fetched, None, tensors=True)
-        creation.create(repository / fetched.name, artifact, [], transfer=os.link)
-    return repository
+    files.replace(record, json.dumps(present).encode())
