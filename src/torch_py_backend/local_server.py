@@ -207,7 +207,9 @@ class LocalServer:
         # A client has one stream at a time.
         client = tritonclient.grpc.InferenceServerClient(self.grpc_address)
         try:
-            client.start_stream(lambda *answer: answers.put(answer), stream_timeout=timeout)
+            client.start_stream(
+                lambda result, error: answers.put((result, error)), stream_timeout=timeout
+            )
             client.async_stream_infer(
                 model, sent, model_version=version, enable_empty_final_response=True
             )

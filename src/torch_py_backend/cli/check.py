@@ -27,6 +27,8 @@ _SHARED_MEMORY_BYTES = 256 << 20
 # What a config names for this backend: `pytorch` if it is installed under that name, or the
 # platforms of LibTorch.
 _BACKENDS = ("pytorch_py", "pytorch", "pytorch_libtorch", "torch_aoti")
+# What is not printed of a report, without --json.
+_JSON_ONLY = ("version", "error", "skipped", "device", "threads", "request", "config")
 
 
 def check(
@@ -39,27 +41,24 @@ def check(
 ) -> None:
     """Try models without a server: signature, bindings, options, problems and their cure."""
     folders = repository.models(path.resolve())
-    # With --json, standard output holds nothing but JSON. The status is shown on terminals only.
-    console = Console(stderr=as_json, soft_wrap=True, highlight=False, emoji=False)
+    console = Console(quiet=as_json, soft_wrap=True, highlight=False, emoji=False)
     problems = list(machine_problems())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
-    for problem in problems if not as_json else ():
-        _print_outcome(console, "PROBLEM", problem)
+    for problem in problems:
+        print_report(console, "PROBLEM", problem, {})
     outcomes = Counter(PROBLEM=len(problems))
     reports = []
     with console.status("") as status:
-        for number, folder in enumerate(folders, 1):
-            status.update(f"trying {escape(folder.name)} ({number} of {len(folders)})")
-            outcome, report = _check_model(folder, timeout, traceback=traceback)
+        for folder in folders:
+            status.update(f"trying {escape(folder.name)}")
+            outcome, title, report = _try(folder, timeout, traceback=traceback)
+            print_report(console, outcome, title, report)
             outcomes[outcome] += 1
-            reports.append(report)
-            if not as_json:
-                print_model(console, outcome, report)
+            reports.append({"model": folder.name, **report})
+    console.print(", ".join(f"{outcomes[key]} {key}" for key in _COLORS if outcomes[key]))
     if as_json:
         typer.echo(json.dumps({"environment": problems, "models": reports}, indent=2))
-    else:
-        console.print(", ".join(f"{outcomes[key]} {key}" for key in _COLORS if outcomes[key]))
     raise typer.Exit(1 if outcomes["FAILED"] or outcomes["PROBLEM"] else 0)
 
 
@@ -77,20 +76,20 @@ def machine_problems() -> Iterator[str]:
         )
 
 
-def _check_model(
-    folder: Path,
-    timeout: float,
-    *,
-    traceback: bool,
-) -> tuple[str, JsonObject]:
-    """Load a model in a child process; return the outcome, and what `check --json` prints."""
-    notes = []
+def _try(folder: Path, timeout: float, *, traceback: bool) -> tuple[str, str, JsonObject]:
+    """Load a model in a child process; return the outcome, a line on it, and the report."""
+    warnings = []
     try:
         document = pbtxt.read(folder)
-        if other := _other_backend(document):
-            return "SKIPPED", {"model": folder.name, "skipped": other}
+        backend = document["backend"] or document["platform"]
+        # The package's name is taken for that of the backend.
+        if not backend or ("torch" in backend.lower() and backend not in _BACKENDS):
+            found = f"config.pbtxt names the backend '{backend}'"
+            raise ConfigError(found, expected='the line backend: "pytorch_py"')
+        if backend not in _BACKENDS:
+            return "SKIPPED", f"{folder.name}: served by {backend}", {"skipped": backend}
         if execution_env.environment_path(document):
-            notes.append(
+            warnings.append(
                 f"{execution_env.KEY} names an environment; here the model is tried without it,"
                 f" with the packages of {sys.prefix}."
             )
@@ -99,60 +98,19 @@ def _check_model(
         report = child_process.run(creation.INSPECT, arguments, timeout)
     except (BackendError, OSError) as error:
         known = error if isinstance(error, BackendError) else ConfigError(str(error))
-        report = {"model": folder.name, "error": named(folder.name, known), "notes": notes}
+        text = named(folder.name, known)
+        report = {"error": text, "warnings": warnings}
         if traceback:
             report["traceback"] = known.traceback
-        return "FAILED", report
-    return "OK", {"model": folder.name, "version": version, "notes": notes, **report}
+        return "FAILED", text, report
+    report |= {"version": version, "warnings": warnings + report["warnings"]}
+    return "OK", f"{folder.name} {version}", report
 
 
-def _other_backend(document: Document) -> str:
-    """Return the other backend or platform that a config names; empty for this backend.
-
-    Raises:
-        ConfigError: the config names neither, or the name of this backend in another spelling.
-    """
-    name = str(document["backend"] or document["platform"])
-    if name in _BACKENDS:
-        return ""
-    # The package's name is taken for that of the backend.
-    if not name or name.lower().replace("-", "_") in (*_BACKENDS, "torch_py_backend"):
-        found = f"config.pbtxt names the backend '{name}'"
-        raise ConfigError(found, expected='the line backend: "pytorch_py"')
-    return name
-
-
-def _print_outcome(console: Console, outcome: str, text: str) -> None:
-    color = _COLORS[outcome]
-    console.print(f"[{color}]{outcome:7}[/] {escape(text)}")
-
-
-def print_model(console: Console, outcome: str, report: Document) -> None:
-    """Print what `check` reports of a model; markup is on in the console."""
-    lines = {}
-    if outcome == "SKIPPED":
-        text = f"{report['model']}: served by {report['skipped']}"
-    elif outcome == "FAILED":
-        text = report["error"]
-    else:
-        text = f"{report['model']} {report['version']}"
-        rows = report["max_batch_size"]
-        lines = {
-            "artifact": report["artifact"],
-            "weights": report["weights"],
-            "takes": report["signature"],
-            "hooks": report["hooks"],
-            "inputs": ", ".join(report["inputs"]),
-            "outputs": ", ".join(report["outputs"]),
-            "batch": f"at most {rows}" if rows else "no batching",
-            "compiled": report["compiled"],
-            "options": json.dumps(report["options"]) if report["options"] else "defaults",
-        }
-    _print_outcome(console, outcome, text)
-    for label, value in lines.items():
-        if value:
-            console.print(f"        {label:9}{escape(str(value))}")
-    if "traceback" in report:
-        console.print(escape(report["traceback"]))
-    for note in (*report.get("notes", ()), *report.get("warnings", ())):
-        console.print(f"        [yellow]note[/]     {escape(note)}")
+def print_report(console: Console, outcome: str, title: str, report: Document) -> None:
+    """Print an outcome and the report of a model; markup is on in the console."""
+    console.print(f"[{_COLORS[outcome]}]{outcome:7}[/] {escape(title)}")
+    for key, value in report.items():
+        for line in value if isinstance(value, list) else [value]:
+            if key not in _JSON_ONLY and line not in ("", {}):
+                console.print(f"        {key:15}{escape(str(line))}")

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import re
 import shlex
 import tempfile
 import urllib.parse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from torch_py_backend.cli.check import print_model
+from torch_py_backend.cli.check import print_report
 from torch_py_backend.config import dtypes, pbtxt
-from torch_py_backend.config.pbtxt import Document, JsonObject
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ToolError, about
 from torch_py_backend.model_folders import archive, artifact_files, creation
 
 # NAME:TYPE:DIMS; DIMS are numbers separated by x.
 _INPUT = re.compile(r"(?P<name>.+):(?P<type>\w+):(?P<dims>(?:-1|\d+)(?:x(?:-1|\d+))*)?")
-
-# Ones of types that are no numbers, in Python.
-_ONES = {"BOOL": "True", "BYTES": '"text"'}
 
 
 def init(
@@ -86,38 +80,26 @@ def init(
     name = name or (absolute.name if absolute.is_dir() else absolute.stem)
     parent = repository or Path("models" if model_file.is_dir() else "")
     target = parent.absolute() / name
-    settings: JsonObject = {}
     with about(name), tempfile.TemporaryDirectory(prefix="torch-py-backend-") as scratch:
+        settings: JsonObject = {}
         if absolute.suffix == ".mar":
             absolute, settings = archive.unpack(absolute, Path(scratch))
-        tensors = tensors or bool(entries)
-        artifact = artifact_files.find(absolute, example, tensors=tensors)
+        artifact = artifact_files.find(absolute, example, tensors=tensors or bool(entries))
+        artifact.settings = settings
         if model_class:
-            parameters = {**artifact.parameters, "MODEL_CLASS": model_class}
-            artifact = dataclasses.replace(artifact, parameters=parameters)
+            artifact.parameters["MODEL_CLASS"] = model_class
         creation.check_name(name)
-        report = creation.create(target, artifact, entries, settings=settings, force=force)
+        report = creation.create(target, artifact, entries, force=force)
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     console.print(f"made {target}", markup=False)
-    print_model(console, "OK", {"model": name, "version": "1", **report})
-    serve = shlex.join(["torch-py-backend", "serve", str(parent)])
-    console.print(f"next: {serve}", markup=False)
-    if report["request"]:
-        console.print(f"then: {_request(name, report['request'])}", markup=False)
-
-
-def _request(name: str, inputs: Sequence[Document]) -> str:
-    """Return the shell command that sends a request; if an input has no `data`, all are ones."""
+    print_report(console, "OK", f"{name} 1", report)
     url = f"http://127.0.0.1:8000/v2/models/{urllib.parse.quote(name)}/infer"
-    if all("data" in entry for entry in inputs):
-        return shlex.join(["curl", url, "-d", json.dumps({"inputs": inputs})])
-    texts = []
-    for entry in inputs:
-        one = _ONES.get(entry["datatype"], "1")
-        text = json.dumps({**entry, "data": []})
-        texts.append(text.replace('"data": []', f'"data": [{one}] * {math.prod(entry["shape"])}'))
-    code = f'import json; print(json.dumps({{"inputs": [{", ".join(texts)}]}}))'
-    return f"{shlex.join(['python3', '-c', code])} | {shlex.join(['curl', url, '-d', '@-'])}"
+    request = json.dumps({"inputs": report["request"]})
+    for label, command in (
+        ("next", ["torch-py-backend", "serve", str(parent)]),
+        ("then", ["curl", url, "-d", request]),
+    ):
+        console.print(f"{label}: {shlex.join(command)}", markup=False)
 
 
 def _parse_input(text: str) -> JsonObject:

@@ -29,12 +29,12 @@ def unpack(archive: Path, folder: Path) -> tuple[Path, JsonObject]:
             opened.extractall(folder)  # drops `..` and roots, and creates no links
         model = json.loads((folder / "MAR-INF" / "MANIFEST.json").read_bytes())["model"]
         handler = str(model["handler"])
-        weights = folder / Path(str(model["serializedFile"])).name
+        weights = folder / Path(model["serializedFile"]).name
+        weights.stat()
         if source := model.get("modelFile"):
             (folder / Path(source).name).rename(weights.with_suffix(".py"))
         config = model.get("configFile")
         text = (folder / Path(config).name).read_text() if config else ""
-        weights.stat()
     except Exception as error:  # of zipfile, its decompressors, or a manifest of another form
         raise ArtifactError(
             f"it is not an archive with a model file: {summarize(error)}",
@@ -44,13 +44,12 @@ def unpack(archive: Path, folder: Path) -> tuple[Path, JsonObject]:
         raise ArtifactError(
             f"it has a handler of its own, {printable(handler)}",
             expected=f"one of TorchServe's: {', '.join(_HANDLERS)}",
-            cure="Write its preprocess() and postprocess() into a class Hooks in hooks.py, and its"
-            " inference() into forward() of a module in model.py: see docs/migrate.md.",
+            cure="Write its methods into hooks.py and model.py: see docs/migrate.md.",
         )
     numbers = {key: int(digits) for key, digits in _BATCH_SETTING.findall(text)}
     settings: JsonObject = {}
-    if "batchSize" in numbers:
-        settings["max_batch_size"] = max(1, numbers["batchSize"])
+    if numbers.get("batchSize"):
+        settings["max_batch_size"] = numbers["batchSize"]
     if "maxBatchDelay" in numbers:
         delay = 1000 * numbers["maxBatchDelay"]
         settings["dynamic_batching"] = {"max_queue_delay_microseconds": delay}

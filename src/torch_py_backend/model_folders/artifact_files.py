@@ -5,7 +5,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,21 +21,21 @@ _LABELS = "labels.txt"
 _TEXT_HOOKS = Path(__file__).parents[1] / "saving" / "text_hooks.py"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class ArtifactFiles:
     """The files of one model.
 
     Attributes:
         files: source paths by their names in the version folder; the model file comes first.
         parameters: the options that the model needs in config.pbtxt.
-        pretrained_config: the contents of config.json of transformers; empty for other artifacts.
         inputs: the inputs, as entries of config.pbtxt; empty: they come from the model.
+        settings: entries of config.pbtxt if the model has a batch dimension.
     """
 
     files: Mapping[str, Path]
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    pretrained_config: Document = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
     inputs: Sequence[Document] = ()
+    settings: JsonObject = field(default_factory=dict)
 
 
 def find(
@@ -52,11 +51,10 @@ def find(
         example: a file with valid inputs; None: one beside the model file, if there is one.
         tensors: whether a classifier of texts takes tensors, although its tokenizer is there.
     """
-    beside = path.parent / EXAMPLE
-    extra = {EXAMPLE: (example or beside).absolute()} if example or beside.is_file() else {}
     if path.is_dir():
-        found = _pretrained(path, {} if example is None else extra)
-        return found if tensors or example is not None else _with_tokenizer(found)
+        return _pretrained(path, example, tensors=tensors)
+    beside = path.with_name(EXAMPLE)
+    extra = {EXAMPLE: (example or beside).absolute()} if example or beside.is_file() else {}
     hooks = path.with_name(discovery.HOOKS)
     if hooks.is_file() and b"Hooks" in hooks.read_bytes():
         extra |= source_dependencies.modules(hooks.parent, hooks.stem)
@@ -72,8 +70,12 @@ def find(
     return ArtifactFiles({name: path} | extra)
 
 
-def _pretrained(folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
-    """Return the files of a `save_pretrained` folder: weights, and config.json with their class."""
+def _pretrained(folder: Path, example: Path | None, *, tensors: bool) -> ArtifactFiles:
+    """Return the files of a `save_pretrained` folder: weights, and config.json with their class.
+
+    A classifier of texts gets hooks that tokenize them. Other models have results for each token: a
+    batch of texts would pad them.
+    """
     try:
         config = json.loads((folder / "config.json").read_bytes())
         (architecture, *_) = config.get("architectures") or ["AutoModel"]
@@ -88,22 +90,13 @@ def _pretrained(folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     files = {path.name: path for path in paths if not path.name.startswith(".")}
     factory = {"MODEL_FACTORY": f"transformers:{architecture}"}
-    return ArtifactFiles({**files, **extra}, factory, config)
-
-
-def _with_tokenizer(artifact: ArtifactFiles) -> ArtifactFiles:
-    """Return a classifier of texts whose hooks tokenize them, if its tokenizer is there.
-
-    Other models have results for each token: a batch of texts would pad them.
-    """
-    files, factory = artifact.files, artifact.parameters["MODEL_FACTORY"]
+    if example is not None:
+        return ArtifactFiles({**files, EXAMPLE: example.absolute()}, factory)
     has_tokenizer = "tokenizer_config.json" in files and discovery.HOOKS not in files
-    if not has_tokenizer or not factory.endswith("ForSequenceClassification"):
-        return artifact
+    if tensors or not has_tokenizer or not architecture.endswith("ForSequenceClassification"):
+        return ArtifactFiles(files, factory)
     text = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
-    return dataclasses.replace(
-        artifact, files={**files, discovery.HOOKS: _TEXT_HOOKS}, inputs=(text,)
-    )
+    return ArtifactFiles({**files, discovery.HOOKS: _TEXT_HOOKS}, factory, (text,))
 
 
 def pretrained_kwargs(arguments: Iterable[str]) -> JsonObject:

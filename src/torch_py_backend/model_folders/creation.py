@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import tempfile
-import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -45,17 +44,15 @@ def check_name(name: str) -> None:
 def create(
     target: Path,
     artifact: ArtifactFiles,
-    inputs: Sequence[Document],
+    inputs: Sequence[Document] = (),
     transfer: Callable[[Path, Path], object] = shutil.copyfile,
-    settings: Document = types.MappingProxyType({}),
     *,
     force: bool = False,
 ) -> JsonObject:
     """Write a model folder with a config that the model completes.
 
-    `inputs` are entries of config.pbtxt; without any, they come from the model. `settings` are
-    entries for a model with a batch dimension. `transfer` copies or links a file to a path. Return
-    the report of `inspection.inspect`.
+    `inputs` are entries of config.pbtxt; without any, they come from the model. `transfer` copies
+    or links a file to a path. Return the report of `inspection.inspect`.
 
     Raises:
         LoadError: the model does not load and run, and nothing is written.
@@ -70,8 +67,7 @@ def create(
         document["parameters"] = pbtxt.parameters(artifact.parameters)
         if discovery.is_cuda_package(folder / "1" / next(iter(artifact.files))):
             document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
-        new = {"pretrained": artifact.pretrained_config, "settings": dict(settings)}
-        return write_config(folder, document, new=new)
+        return write_config(folder, document, new=artifact.settings)
 
 
 def write_config(folder: Path, document: Document, **more: object) -> JsonObject:

@@ -19,7 +19,7 @@ import torch
 
 from torch_py_backend import autocomplete
 from torch_py_backend.autocomplete import schema
-from torch_py_backend.config import conflicts, model_config, pbtxt, threads
+from torch_py_backend.config import conflicts, dtypes, model_config, pbtxt, threads
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.engine import load, runtime, warmup
@@ -42,11 +42,6 @@ from torch_py_backend.values import Item, Value
 _MOST_WARNINGS = 10_000
 # The most values of an input that are printed.
 _MOST_VALUES = 64
-_CURE = (
-    "Check that the module can be built again from model_kwargs and its weights, that its answers"
-    " are not random, and, if it is exported, that its code depends neither on the values of its"
-    " inputs nor on the number of rows."
-)
 
 
 def inspect(
@@ -57,8 +52,8 @@ def inspect(
     Args:
         arguments: Triton's arguments; the config may lack inputs and outputs.
         reference: a file with outputs for the example beside the model, to compare with its own.
-        new: what is known of a model in a new folder, as `_complete` takes it; None: it has a
-            config.pbtxt.
+        new: for a new model folder, whose config gets what its files say, and whose report has a
+            request: entries of config.pbtxt for a model with a batch dimension.
 
     Raises:
         LoadError: the model cannot be served.
@@ -70,7 +65,7 @@ def inspect(
     warnings.setLevel(logging.WARNING)
     document = json.loads(arguments["model_config"])
     if new is not None:
-        _complete(arguments, document, **new)
+        _complete(arguments, document, new)
     elif autocomplete.is_incomplete(document):
         document |= schema.describe(arguments)
     conflicts.check_for_triton(document)
@@ -78,7 +73,11 @@ def inspect(
     logger.addHandler(warnings)
     began = time.monotonic()
     engine = load_warm(settings)
-    seconds = time.monotonic() - began
+    compiled = ""
+    if engine.compiles:
+        source = " of the compile cache" if "hit" in engine.counts.compile_cache else ""
+        graphs = counted(engine.counts.compiled_graphs, "graph")
+        compiled = f"{graphs}{source}; the load took {time.monotonic() - began:.1f} s"
     if reference is not None:
         with runtime.mode(settings.options):
             _compare(engine, reference)
@@ -94,7 +93,7 @@ def inspect(
         "inputs": [f"{text} → {places[name]}" for name, text in inputs.items()],
         "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
-        "compiled": _compiled(engine, seconds),
+        "compiled": compiled,
         "warnings": [record.getMessage() for record in warnings.buffer],
         # After the warnings: it looks at the example again.
         "request": [] if new is None else _request(engine, document),
@@ -102,98 +101,72 @@ def inspect(
     }
 
 
-def _complete(
-    arguments: Mapping[str, str], document: JsonObject, pretrained: Document, settings: Document
-) -> None:
-    """Complete the config of a new model folder, which may list inputs, and has no batch size.
-
-    `document` is changed in place. `pretrained` is the config.json of transformers, empty for other
-    models; `settings` are entries of config.pbtxt for a model with a batch dimension.
-    """
+def _complete(arguments: Mapping[str, str], document: JsonObject, settings: Document) -> None:
+    """Complete the config of a new model folder in place; it may list inputs, and no batch size."""
     if model_class := _class_of_weights(arguments):
         document["parameters"] |= pbtxt.parameters({"MODEL_CLASS": model_class})
-        arguments = {**arguments, "model_config": json.dumps(document)}
-    takes_tokens = False
-    if pretrained:
+    folder = Path(arguments["model_repository"])
+    path, pretrained, takes_tokens = folder / "1" / "config.json", {}, False
+    if path.is_file():
+        pretrained = json.loads(path.read_bytes())
         config = model_config.parse(arguments, complete=False)
         loaded = registry.load(discovery.find(config), config, torch.device("cpu"))
         names = loaded.signature.named
         if kwargs := artifact_files.pretrained_kwargs(names):
-            document["parameters"] |= pbtxt.parameters({"MODEL_KWARGS": json.dumps(kwargs)})
-        version = Path(arguments["model_repository"], "1")
-        if not document["input"] and not any(
-            (version / name).exists() for name in (EXAMPLE, HOOKS)
-        ):
+            document["parameters"] |= pbtxt.parameters({"MODEL_KWARGS": kwargs})
+        has_own = any((folder / "1" / name).exists() for name in (EXAMPLE, HOOKS))
+        if not document["input"] and not has_own:
             document["input"] = artifact_files.pretrained_inputs(pretrained, names)
             takes_tokens = bool(document["input"])
-        arguments = {**arguments, "model_config": json.dumps(document)}
+    arguments = {**arguments, "model_config": json.dumps(document)}
     document |= schema.describe(arguments, finds_batch=True)
     if document["max_batch_size"]:
-        document |= {"dynamic_batching": {}, **settings}
+        document |= settings
         if takes_tokens:
             artifact_files.pad(pretrained, document)
-    artifact_files.write_labels(pretrained, document, Path(arguments["model_repository"]))
+    artifact_files.write_labels(pretrained, document, folder)
 
 
 def _class_of_weights(arguments: Mapping[str, str]) -> str:
     """Return the one of several classes that has the keys of the weights; empty: no such one."""
     config = model_config.parse(arguments, complete=False)
-    artifact, options = discovery.find(config), config.options
+    artifact = discovery.find(config)
     if artifact.kind is not ArtifactType.MODULE or artifact.weights is None:
         return ""
-    if options.model_class or options.model_factory:
-        return ""
     classes = python_source.module_classes(python_source.import_source(artifact.path))
-    if len(classes) < 2:  # noqa: PLR2004
+    if config.options.model_class or len(classes) == 1:
         return ""
     keys = weights.read(config, artifact.weights).keys()
     fitting = []
     for name, module_class in classes.items():
         with contextlib.suppress(Exception):  # it takes arguments, or is not to be built alone
-            if module_class(**(options.model_kwargs or {})).state_dict().keys() == keys:
+            if module_class().state_dict().keys() == keys:
                 fitting.append(name)
     return fitting[0] if len(fitting) == 1 else ""
-
-
-def _compiled(engine: Engine, seconds: float) -> str:
-    """Return whether torch.compile has made the graphs of a load; empty: none was asked for."""
-    if not engine.compiles:
-        return ""
-    source = " of the compile cache" if "hit" in engine.counts.compile_cache else ""
-    graphs = counted(engine.counts.compiled_graphs, "graph")
-    return f"{graphs}{source}; the load took {seconds:.1f} s"
 
 
 def _request(engine: Engine, document: Document) -> list[JsonObject]:
     """Return the inputs of a request of one row, in the JSON of Triton's HTTP endpoint.
 
-    An input of many values has no `data`. Empty: JSON cannot hold such a request.
+    The data of a large input is a note on how many values it has.
     """
-    values = batch(engine, 1)
-    inputs = []
+    values, inputs = batch(engine, 1), []
     for entry in document["input"]:
-        data_type, value = entry["data_type"].removeprefix("TYPE_"), values[entry["name"]]
-        shape = list(value.shape)
-        if "reshape" in entry:
-            rows = shape[:1] if document["max_batch_size"] else []
-            shape = [*rows, *entry["dims"]]
-        if data_type in ("FP16", "BF16"):
-            return []
-        datatype = "BYTES" if data_type == "STRING" else data_type
-        sent = {"name": entry["name"], "datatype": datatype, "shape": shape}
+        value, name = values[entry["name"]], entry["name"]
+        # Triton removes the dimension that one value for each row has.
+        shape = [*value.shape, *(entry["dims"] if "reshape" in entry else ())]
+        data: list[object] = [f"{math.prod(shape)} values"]
         if math.prod(shape) <= _MOST_VALUES:
-            try:
-                sent["data"] = [_plain(element) for element in value.reshape(-1).tolist()]
-            except UnicodeDecodeError:
-                return []
-        inputs.append(sent)
+            data = [_plain(element) for element in value.reshape(-1).tolist()]
+        datatype = dtypes.parse(name, entry["data_type"]).triton
+        inputs.append({"name": name, "datatype": datatype, "shape": shape, "data": data})
     return inputs
 
 
 def _plain(element: object) -> object:
     """Return an element of a tensor as JSON has it; numbers are rounded."""
     if isinstance(element, bytes):
-        return element.decode()
+        return element.decode(errors="replace")
     return round(element, 4) if isinstance(element, float) else element
 
 
@@ -208,23 +181,25 @@ def _compare(engine: Engine, reference: str) -> None:
     same sizes: a module may pad to the longest row of a batch.
     """
     expected: Item = torch.load(reference, "cpu", weights_only=False)
-    batched = engine.config.max_batch_size > 0
-    rows = next(iter(expected.values())).shape[0] if batched else 1
-    reduced = engine.config.options.optimize  # such as bf16
-    for count in sorted({rows, 1}, reverse=True):
+    rows = next(iter(expected.values())).shape[0] if engine.config.max_batch_size else 1
+    for count in {rows, 1}:
         outputs = run(engine, batch(engine, count))
         for name, value in expected.items():
-            wanted = value[:count] if batched else value
+            wanted = value[:count] if engine.config.max_batch_size else value
             if count < rows and outputs[name].shape != wanted.shape:
                 continue
             error = difference(outputs[name], wanted)
-            limit = MAX_ERROR_REDUCED if reduced else tolerance(wanted)
+            # An option such as bf16 reduces the precision.
+            reduces = bool(engine.config.options.optimize)
+            limit = MAX_ERROR_REDUCED if reduces else tolerance(wanted)
             if not error <= limit:
                 raise OutputError(
                     f"output '{name}' of the saved model differs from the module's own by"
                     f" {error:.2g} for {counted(count, 'row')}",
                     expected=f"at most {limit:g}",
-                    cure=_CURE,
+                    cure="Check that the module can be built again from model_kwargs and its"
+                    " weights, that its answers are not random, and, if it is exported, that its"
+                    " code depends neither on the values of its inputs nor on their rows.",
                 )
 
 
@@ -233,8 +208,7 @@ def load_warm(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:
     engine = load.build(settings, threads.budget(settings))
     if settings.options.warmup is not False:
         with runtime.mode(settings.options):
-            rows = row_counts if settings.max_batch_size else ()
-            warmup.run(engine, row_counts=rows)
+            warmup.run(engine, row_counts=row_counts if settings.max_batch_size else ())
     return engine
 
 
