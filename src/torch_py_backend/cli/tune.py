@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,18 +9,11 @@ import typer
 
 from torch_py_backend import autocomplete, files
 from torch_py_backend.config import pbtxt, repository
-from torch_py_backend.errors import ToolError, about
+from torch_py_backend.errors import ConfigError, about
 from torch_py_backend.model_folders import tuning
 
-# Title, figure and format of each column.
-_COLUMNS = (
-    ("ms", "latency_ms", ".3g"),
-    ("gain", "latency_gain", ".2f"),
-    ("rows/s", "throughput", ",.0f"),
-    ("gain", "throughput_gain", ".2f"),
-    ("READY s", "ready_s", ".1f"),
-    ("error", "error", ".1g"),
-)
+_TITLES = "candidate                     ms    gain  rows/s    gain READY s   error"
+_FIGURES = "{ms:8.3g}{gains[0]:8.2f}{rows_per_s:8,.0f}{gains[1]:8.2f}{ready_s:8.1f}{error:8.1g}"
 
 
 def tune(
@@ -39,25 +31,22 @@ def tune(
         document = pbtxt.read(folder)
         version = repository.latest(folder, document)
         if document.get("model_transaction_policy", {}).get("decoupled"):
-            raise ToolError(
-                "the model is decoupled; expected one with a response for each request."
-            )
+            raise ConfigError("the model is decoupled", expected="one response for each request")
         if autocomplete.is_incomplete(document):
             autocomplete.complete(pbtxt.arguments(folder, version, document), document)
         full = max(1, document["max_batch_size"])
         typer.echo(f"ms: one row; rows/s: batches of {full} rows; one instance of each")
-        _print_row("candidate", [title for title, _, _ in _COLUMNS])
+        typer.echo(_TITLES)
         rows = []
         for row in tuning.candidates(folder, version, document, reduced=reduced_precision):
             rows.append(row)
-            figures = [format(row.figures[key], shown) for _, key, shown in _COLUMNS if row.figures]
-            _print_row(row.title, figures or [row.failure])
+            typer.echo(f"{row.title:24}{row.failure or _FIGURES.format(**row.figures)}")
     limit = tuning.MAX_ERROR_REDUCED if reduced_precision else tuning.MAX_ERROR
     choice = tuning.best(rows[1:], limit)
     if choice is None:
         typer.echo("nothing is faster than the model as configured; config.pbtxt is as it was")
         return
-    latency, throughput = choice.figures["latency_gain"], choice.figures["throughput_gain"]
+    latency, throughput = choice.figures["gains"]
     typer.echo(f"fastest: {choice.title} ({latency:.2f} in latency, {throughput:.2f} in rows/s)")
     lines = pbtxt.lines("parameters", pbtxt.parameters(choice.parameters))
     config = (folder / "config.pbtxt").resolve()
@@ -70,7 +59,3 @@ def tune(
     else:
         done = f"for {config}"
     typer.echo("\n".join([f"{done}:", *lines]))
-
-
-def _print_row(title: str, columns: Sequence[str]) -> None:
-    typer.echo("".join([f"{title:24}", *(f"{text:>8}" for text in columns)]))

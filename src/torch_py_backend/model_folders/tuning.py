@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
-
-import numpy as np
 
 from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
@@ -26,7 +25,6 @@ from torch_py_backend.processes import child_process
 COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")
 """The options that a candidate replaces."""
-_MEASURE = "torch_py_backend.model_folders.tuning:measure"
 # The largest difference from the outputs as configured, relative to their values.
 MAX_ERROR, MAX_ERROR_REDUCED = 1e-4, 0.03
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
@@ -34,27 +32,25 @@ _FIRST_CALLS = 3
 _ROUNDS = 5
 _LIMIT_S = 3600.0  # of a candidate, with its compilation
 _SECONDS = 0.2  # of one measurement
-# A candidate is better from this mean gain on, and if neither gain is a loss.
-_LEAST_GAIN, _LOSS = 1.03, 0.98
+# A candidate is better from this product of both gains on, and if neither gain is a loss.
+_LEAST_GAIN, _LOSS = 1.03**2, 0.98
 
 _FREEZING = '{"options": {"freezing": true}}'
+_GRAPHS = {COMPILE: '{"mode": "reduce-overhead"}', "BATCH_BUCKETS": "auto"}
 _MODULES = ("MODULE", "FACTORY", "EXPORTED")
 _WEIGHTS = ("MODULE", "FACTORY", "TORCHSCRIPT")
-# Title, names of the artifact types that can be run so, and options.
-_RUNTIMES: tuple[tuple[str, tuple[str, ...], dict[str, str]], ...] = (
-    ("eager", _MODULES, {}),
-    ("channels_last", _WEIGHTS, {"OPTIMIZE": "channels_last"}),
-    ("freeze", ("TORCHSCRIPT",), {"OPTIMIZE": "freeze"}),
-    ("compile", _MODULES, {COMPILE: "{}"}),
-    ("compile, freezing", _MODULES, {COMPILE: _FREEZING}),
-    ("compile, channels_last", _MODULES, {COMPILE: "{}", "OPTIMIZE": "channels_last"}),
-    ("compile, fixed sizes", _MODULES, {COMPILE: '{"dynamic": false}'}),
-)
-_GRAPHS = {COMPILE: '{"mode": "reduce-overhead"}', "BATCH_BUCKETS": "auto"}
-_OF_GPUS = (("compile, CUDA graphs", _MODULES, _GRAPHS),)
-_REDUCED = (
-    ("bf16", _WEIGHTS, {"OPTIMIZE": "bf16"}),
-    ("compile, freezing, bf16", _MODULES, {COMPILE: _FREEZING, "OPTIMIZE": "bf16"}),
+# Title, what it needs, names of the artifact types that can be run so, and options.
+_CANDIDATES: tuple[tuple[str, str, tuple[str, ...], dict[str, str]], ...] = (
+    ("eager", "", _MODULES, {}),
+    ("channels_last", "", _WEIGHTS, {"OPTIMIZE": "channels_last"}),
+    ("freeze", "", ("TORCHSCRIPT",), {"OPTIMIZE": "freeze"}),
+    ("compile", "", _MODULES, {COMPILE: "{}"}),
+    ("compile, freezing", "", _MODULES, {COMPILE: _FREEZING}),
+    ("compile, channels_last", "", _MODULES, {COMPILE: "{}", "OPTIMIZE": "channels_last"}),
+    ("compile, fixed sizes", "", _MODULES, {COMPILE: '{"dynamic": false}'}),
+    ("compile, CUDA graphs", "a GPU", _MODULES, _GRAPHS),
+    ("bf16", "16 bits", _WEIGHTS, {"OPTIMIZE": "bf16"}),
+    ("compile, freezing, bf16", "16 bits", _MODULES, {COMPILE: _FREEZING, "OPTIMIZE": "bf16"}),
 )
 
 
@@ -84,21 +80,19 @@ def candidates(
     """
     configured = pbtxt.arguments(folder, version, document)
     sent = {"arguments": configured, "configured": configured}
-    first = child_process.run(_MEASURE, sent, _LIMIT_S, quiet=True)
+    task = f"{__name__}:measure"
+    first = child_process.run(task, sent, _LIMIT_S, quiet=True)
     yield Row("as configured", {}, first)
-    runtimes = [*_RUNTIMES]
-    if document["instance_group"][0]["kind"] == "KIND_GPU":
-        runtimes += _OF_GPUS
-    if reduced:
-        runtimes += _REDUCED
+    on_gpu = document["instance_group"][0]["kind"] == "KIND_GPU"
+    has = {"": True, "a GPU": on_gpu, "16 bits": reduced}
     others = {k: v for k, v in document["parameters"].items() if k not in TUNED}
-    for title, kinds, parameters in runtimes:
-        if first["kind"] not in kinds:
+    for title, needs, kinds, parameters in _CANDIDATES:
+        if first["kind"] not in kinds or not has[needs]:
             continue
         candidate = {**document, "parameters": others | pbtxt.parameters(parameters)}
         sent["arguments"] = pbtxt.arguments(folder, version, candidate)
         try:
-            figures = child_process.run(_MEASURE, sent, _LIMIT_S, quiet=True)
+            figures = child_process.run(task, sent, _LIMIT_S, quiet=True)
             yield Row(title, parameters, figures)
         except LoadError as error:
             yield Row(title, parameters, {}, failure=str(error))
@@ -110,40 +104,37 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
     The candidate is loaded first, when the process has not compiled anything yet.
 
     Returns:
-        `kind`, the name of the artifact's type; `latency_ms`, milliseconds of a call with one row,
-        and `throughput`, rows per second of a full batch, both with their `_gain`, the ratio to the
-        model as configured, a median of the rounds; `ready_s`, seconds of the load and the warm-up;
-        `error`, the largest difference from the outputs as configured, relative to their values.
+        `kind`, the name of the artifact's type; `ms`, milliseconds of a call with one row;
+        `rows_per_s` in full batches; `gains`, the ratio of both to the model as configured, medians
+        of the rounds; `ready_s`, seconds of the load and the warm-up; `error`, the largest
+        difference from the outputs as configured, relative to their values.
     """
     from torch_py_backend.engine import runtime
     from torch_py_backend.model_folders.inspection import batch, load_warm, run
     from torch_py_backend.pipeline.differences import difference
 
-    settings = [model_config.parse(each) for each in (arguments, configured)]
-    full = max(1, settings[0].max_batch_size)
+    settings = model_config.parse(arguments)
+    full = max(1, settings.max_batch_size)
     began = time.perf_counter()
-    candidate = load_warm(settings[0], (1, full))
+    candidate = load_warm(settings, (1, full))
     ready_s = time.perf_counter() - began
-    reference = load_warm(settings[1], (1, full))
-    errors = []
-    # For one row, and for a full batch: the seconds of a call, and the gain.
-    seconds, gains = [], []
-    with runtime.mode(settings[0].options):
+    engines = candidate, load_warm(model_config.parse(configured), (1, full))
+    errors, seconds, gains = [], [], []
+    with runtime.mode(settings.options):
         for rows in (1, full):
             sample = batch(candidate, rows)
+            calls = [partial(run, engine, sample) for engine in engines]
             for _ in range(_FIRST_CALLS):
-                outputs, expected = run(candidate, sample), run(reference, sample)
+                outputs, expected = (call() for call in calls)
             errors += [difference(outputs[name], expected[name]) for name in expected]
-            calls = partial(run, candidate, sample), partial(run, reference, sample)
             mine, others = _alternate(calls)
-            seconds.append(np.median(mine))
-            gains.append(np.median(np.divide(others, mine)))
+            seconds.append(median(mine))
+            gains.append(median(b / a for a, b in zip(mine, others, strict=True)))
     return {
         "kind": candidate.loaded.kind.name,
-        "latency_ms": 1e3 * seconds[0],
-        "latency_gain": gains[0],
-        "throughput": full / seconds[1],
-        "throughput_gain": gains[1],
+        "ms": 1e3 * seconds[0],
+        "rows_per_s": full / seconds[1],
+        "gains": gains,
         "ready_s": ready_s,
         "error": max(errors),
     }
@@ -164,11 +155,11 @@ def _alternate(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
 
 def best(rows: Sequence[Row], max_error: float) -> Row | None:
     """Return the exact row with the best mean gain, without a loss; None: none is better."""
-    chosen, best_gain = None, _LEAST_GAIN**2
+    chosen, best_gain = None, _LEAST_GAIN
     for row in rows:
         if row.failure or row.figures["error"] > max_error:
             continue
-        gains = row.figures["latency_gain"], row.figures["throughput_gain"]
+        gains = row.figures["gains"]
         if min(gains) >= _LOSS and math.prod(gains) >= best_gain:
             chosen, best_gain = row, math.prod(gains)
     return chosen
