@@ -9,19 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import command_line
 import pytest
 from command_line import fake_tritonserver
 
 from torch_py_backend.server import tritonserver
+from torch_py_backend.server.serving import Serving
 from torch_py_backend.server.supervisor import Event
 
 # `cli.serve` is the command; other functions are in the module of the same name.
 serve = importlib.import_module("torch_py_backend.cli.serve")
-
-
-def test_an_event_is_one_line() -> None:
-    assert serve.format_event(Event("READY", "m 1")) == "\x1b[32mREADY\x1b[0m   m 1"
-    assert serve.format_event(Event("GIVEN UP", "m", "[x]")) == "\x1b[31mGIVEN UP\x1b[0m m: [x]"
 
 
 @pytest.mark.parametrize(
@@ -35,11 +32,20 @@ def test_an_event_is_one_line() -> None:
     ids=["loopback", "all", "some", "none"],
 )
 def test_endpoints_open_to_the_network_are_noted(
-    address: str, restricted: str, exposed: str
+    address: str, restricted: str, exposed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note = serve.exposure_note(address, restricted.split(","))
-    assert bool(note) == bool(exposed)
-    assert exposed in note
+    def run(serving: Serving, *_: object) -> None:
+        serving.on_event(Event("READY", "m 1"))
+
+    fake_tritonserver(tmp_path / "triton", "#!/bin/sh\n")
+    monkeypatch.setattr(Serving, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    options = [f"--address={address}", f"--restrict={restricted}", "--allow-empty"]
+    triton = f"--tritonserver={tmp_path}/triton/bin/tritonserver"
+    done = command_line.run("serve", str(tmp_path), triton, *options)
+    assert done.stdout.endswith("\nREADY   m 1\nstopped\n"), done.stderr
+    assert ("note    every client" in done.stdout) == bool(exposed)
+    assert exposed in done.stdout
 
 
 def test_a_full_disk_does_not_end_the_server(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +18,6 @@ from torch_py_backend.server import tritonserver as tritonservers
 from torch_py_backend.server.client import KEY_HEADER
 from torch_py_backend.server.installation import TritonInstallation
 from torch_py_backend.server.serving import Serving
-from torch_py_backend.server.supervisor import Event
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -105,8 +103,8 @@ def serve(
     restricted = [name.strip() for name in restrict.split(",")] if restrict else []
     TritonInstallation(tritonserver)  # before much is fetched
     serving = Serving(
-        remote_repository.local(repository, cache, _note),
-        lambda event: _say(format_event(event)),
+        remote_repository.local(repository, cache, _say),
+        lambda event: _say(str(event), _COLORS.get(event.kind, "yellow")),
         ports=(http_port, grpc_port, metrics_port, health_port),
         address=address,
         tritonserver=tritonserver,
@@ -119,64 +117,45 @@ def serve(
         allow_empty=allow_empty,
         reload=reload,
     )
-    if note := exposure_note(address, restricted):
-        _note(note)
+    server = serving.server
+    exposed = [api for api in tritonservers.SENSITIVE if api not in restricted]
+    if exposed and address not in _LOCAL:
+        _say(
+            f"note    every client that reaches {address} may use Triton's endpoints"
+            f" {', '.join(exposed)}; --restrict={','.join(tritonservers.SENSITIVE)} closes them",
+            "yellow",
+        )
     if not verbose:
-        serving.server.log = tritonservers.create_log()
-        _say(f"log     {serving.server.log} is Triton's log; --verbose prints it here")
+        server.log = tritonservers.create_log()
+        _say(f"log     {server.log} is Triton's log; --verbose prints it here")
     ended = threading.Event()
     # The first signal ends the command; further ones let it clean up.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
 
+    def announce() -> None:
+        _say(
+            f"serving on http://{server.http_address} and grpc://{server.grpc_address};"
+            f" metrics on http://{server.metrics_address}/metrics,"
+            f" readiness on http://{serving.health_address}/ready; Ctrl-C stops"
+        )
+
     def is_over() -> bool:
-        reap_orphans(serving.server.process.pid)
+        reap_orphans(server.process.pid)
         return ended.is_set()
 
-    code = serving.run(lambda: _announce(serving), is_over)
+    code = serving.run(announce, is_over)
     if code is None:
         _say("stopped")
         return
     how = f"with exit code {code}" if code >= 0 else f"by {procfs.signal_name(-code)}"
-    _say(f"tritonserver ended {how}; its log says why{serving.server.log_name}.")
+    _say(f"tritonserver ended {how}; its log says why{server.log_name}.")
     raise typer.Exit(code if code >= 0 else 128 - code)
 
 
-def _say(text: str) -> None:
+def _say(text: str, color: str | None = None) -> None:
     with contextlib.suppress(OSError):  # a full disk, or a closed pipe, does not end the server
-        typer.echo(text)
-
-
-def _note(text: str) -> None:
-    _say(f"{typer.style('note', fg='yellow')}    {text}")
-
-
-def _announce(serving: Serving) -> None:
-    server, models = serving.server, serving.supervisor.snapshot.models
-    none_serves = bool(models) and all(models.values())
-    state = "no model serves; listening" if none_serves else "serving"
-    _say(
-        f"{state} on http://{server.http_address} and grpc://{server.grpc_address};"
-        f" metrics on http://{server.metrics_address}/metrics,"
-        f" readiness on http://{serving.health_address}/ready; Ctrl-C stops"
-    )
-
-
-def exposure_note(address: str, restricted: Sequence[str]) -> str:
-    """Return a note on the sensitive endpoints that every client can use; empty: there are none."""
-    exposed = [api for api in tritonservers.SENSITIVE if api not in restricted]
-    if address in _LOCAL or not exposed:
-        return ""
-    return (
-        f"every client that reaches {address} may use Triton's endpoints {', '.join(exposed)};"
-        f" --restrict={','.join(tritonservers.SENSITIVE)} closes them"
-    )
-
-
-def format_event(event: Event) -> str:
-    """Return an event as one line, with a color for its kind."""
-    color = _COLORS.get(event.kind, "yellow")
-    return str(event).replace(event.kind, typer.style(event.kind, fg=color), 1)
+        typer.secho(text, fg=color)
 
 
 def reap_orphans(server: int) -> None:
