@@ -7,8 +7,6 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 import torch_py_backend
 from torch_py_backend.cli.check import check
@@ -60,7 +58,5 @@ def app() -> None:
             raise ToolError(advice)
         commands()
     except (BackendError, OSError) as error:
-        Console(stderr=True, soft_wrap=True, emoji=False).print(
-            f"[bold red]error:[/] {escape(str(error))}", highlight=False
-        )
+        typer.echo(f"{typer.style('error:', fg='red')} {error}", err=True)
         sys.exit(1)

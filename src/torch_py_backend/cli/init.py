@@ -85,21 +85,17 @@ def init(
         if absolute.suffix == ".mar":
             absolute, settings = archive.unpack(absolute, Path(scratch))
         artifact = artifact_files.find(absolute, example, tensors=tensors or bool(entries))
-        artifact.settings = settings
+        artifact.settings, artifact.inputs = settings, entries or artifact.inputs
         if model_class:
             artifact.parameters["MODEL_CLASS"] = model_class
         creation.check_name(name)
-        report = creation.create(target, artifact, entries, force=force)
-    console = Console(soft_wrap=True, highlight=False, emoji=False)
-    console.print(f"made {target}", markup=False)
-    print_report(console, "OK", f"{name} 1", report)
+        report = creation.create(target, artifact, force=force)
+    typer.echo(f"made {target}")
+    print_report(Console(soft_wrap=True, highlight=False, emoji=False), "OK", f"{name} 1", report)
     url = f"http://127.0.0.1:8000/v2/models/{urllib.parse.quote(name)}/infer"
     request = json.dumps({"inputs": report["request"]})
-    for label, command in (
-        ("next", ["torch-py-backend", "serve", str(parent)]),
-        ("then", ["curl", url, "-d", request]),
-    ):
-        console.print(f"{label}: {shlex.join(command)}", markup=False)
+    typer.echo(f"next: {shlex.join(['torch-py-backend', 'serve', str(parent)])}")
+    typer.echo(f"then: {shlex.join(['curl', url, '-d', request])}")
 
 
 def _parse_input(text: str) -> JsonObject:

@@ -17,7 +17,6 @@ from torch_py_backend.loading import discovery, source_dependencies
 from torch_py_backend.loading.discovery import ArtifactType
 
 EXAMPLE = "example_inputs.safetensors"
-_LABELS = "labels.txt"
 _TEXT_HOOKS = Path(__file__).parents[1] / "saving" / "text_hooks.py"
 
 
@@ -34,7 +33,7 @@ class ArtifactFiles:
 
     files: Mapping[str, Path]
     parameters: dict[str, str] = field(default_factory=dict)
-    inputs: Sequence[Document] = ()
+    inputs: list[JsonObject] = field(default_factory=list)
     settings: JsonObject = field(default_factory=dict)
 
 
@@ -62,12 +61,11 @@ def find(
     if artifact.kind is ArtifactType.MODULE:
         weights = None if path == artifact.path else path
         return ArtifactFiles(source_dependencies.find(artifact.path, weights) | extra)
+    files = {"model.pt" if artifact.kind is ArtifactType.TORCHSCRIPT else "model.pt2": path}
     source = path.with_name("model.py")
     if source.is_file() and not discovery.defines_module(source):
-        files = source_dependencies.find(source, path)
-        extra = {name: file for name, file in files.items() if file != path} | extra
-    name = "model.pt" if artifact.kind is ArtifactType.TORCHSCRIPT else "model.pt2"
-    return ArtifactFiles({name: path} | extra)
+        files |= source_dependencies.modules(path.parent, "model")
+    return ArtifactFiles(files | extra)
 
 
 def _pretrained(folder: Path, example: Path | None, *, tensors: bool) -> ArtifactFiles:
@@ -96,7 +94,7 @@ def _pretrained(folder: Path, example: Path | None, *, tensors: bool) -> Artifac
     if tensors or not has_tokenizer or not architecture.endswith("ForSequenceClassification"):
         return ArtifactFiles(files, factory)
     text = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
-    return ArtifactFiles({**files, discovery.HOOKS: _TEXT_HOOKS}, factory, (text,))
+    return ArtifactFiles({**files, discovery.HOOKS: _TEXT_HOOKS}, factory, [text])
 
 
 def pretrained_kwargs(arguments: Iterable[str]) -> JsonObject:
@@ -122,8 +120,7 @@ def pretrained_inputs(
     if config.get("type_vocab_size", 0) > 1:
         optional.append("token_type_ids")
     return [
-        {"name": name, "data_type": "TYPE_INT64", "dims": [-1]}
-        | ({"optional": True} if name in optional else {})
+        {"name": name, "data_type": "TYPE_INT64", "dims": [-1], "optional": name in optional}
         for name in (*required, *optional)
         if "input_ids" in arguments and name in arguments
     ]
@@ -149,11 +146,8 @@ def pad(config: Document, document: JsonObject) -> None:
 def write_labels(config: Document, document: JsonObject, folder: Path) -> None:
     """Write the labels of a classifier into its model folder, as Triton's `label_filename`."""
     labels = config.get("id2label") or {}
-    text = ""
-    for key in sorted(labels, key=int):
-        words = str(labels[key]).split()
-        text += " ".join(words) + "\n"
     for entry in document["output"]:
         if labels and entry["name"] == "logits" and entry["dims"] == [len(labels)]:
-            entry["label_filename"] = _LABELS
-            (folder / _LABELS).write_text(text, encoding="utf-8")
+            entry["label_filename"] = "labels.txt"
+            lines = [f"{labels[key]}\n" for key in sorted(labels, key=int)]
+            (folder / "labels.txt").write_text("".join(lines), encoding="utf-8")

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch_py_backend import autocomplete
@@ -44,15 +44,13 @@ def check_name(name: str) -> None:
 def create(
     target: Path,
     artifact: ArtifactFiles,
-    inputs: Sequence[Document] = (),
     transfer: Callable[[Path, Path], object] = shutil.copyfile,
     *,
     force: bool = False,
 ) -> JsonObject:
     """Write a model folder with a config that the model completes.
 
-    `inputs` are entries of config.pbtxt; without any, they come from the model. `transfer` copies
-    or links a file to a path. Return the report of `inspection.inspect`.
+    `transfer` copies or links a file to a path. Return the report of `inspection.inspect`.
 
     Raises:
         LoadError: the model does not load and run, and nothing is written.
@@ -63,7 +61,7 @@ def create(
             path.parent.mkdir(parents=True, exist_ok=True)
             transfer(source, path)
         document = pbtxt.read(folder)
-        document["input"] = list(inputs or artifact.inputs)
+        document["input"] = artifact.inputs
         document["parameters"] = pbtxt.parameters(artifact.parameters)
         if discovery.is_cuda_package(folder / "1" / next(iter(artifact.files))):
             document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
@@ -114,7 +112,7 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
         ToolError: the folder cannot be written, or something exists there that is not replaced.
             With `force`, a model folder with the version 1 alone is.
     """
-    is_model = not target.is_symlink() and (target / "config.pbtxt").is_file()
+    is_model = (target / "config.pbtxt").is_file()
     is_replaced = force and is_model and repository.versions(target) in ([], ["1"])
     if os.path.lexists(target) and not is_replaced:
         raise ToolError(

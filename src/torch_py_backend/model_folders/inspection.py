@@ -35,7 +35,6 @@ from torch_py_backend.loading import (
 from torch_py_backend.loading.discovery import HOOKS, ArtifactType
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.model_folders.artifact_files import EXAMPLE
-from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference, tolerance
 from torch_py_backend.values import Item, Value
 
@@ -183,7 +182,7 @@ def _compare(engine: Engine, reference: str) -> None:
     expected: Item = torch.load(reference, "cpu", weights_only=False)
     rows = next(iter(expected.values())).shape[0] if engine.config.max_batch_size else 1
     for count in {rows, 1}:
-        outputs = run(engine, batch(engine, count))
+        (outputs,) = run(engine, batch(engine, count))
         for name, value in expected.items():
             wanted = value[:count] if engine.config.max_batch_size else value
             if count < rows and outputs[name].shape != wanted.shape:
@@ -218,13 +217,11 @@ def batch(engine: Engine, rows: int) -> Item:
     return next(warmup.batches(engine, warmup.find_example(engine), counts))
 
 
-def run(engine: Engine, item: Item) -> dict[str, Value]:
-    """Return the outputs of a batch; raise LoadError if the call fails."""
+def run(engine: Engine, item: Item) -> list[Mapping[str, Value]]:
+    """Return the outputs of the requests of a batch; raise LoadError if the call fails."""
     results = []
     for outcome in engine.run(example_inputs.requests(engine.config, item)):
         if isinstance(outcome, BackendError):
             raise LoadError(str(outcome))
         results.append(outcome)
-    names = tuple(results[0])
-    joined = batches.join([[result[name] for name in names] for result in results])
-    return dict(zip(names, joined, strict=True))
+    return results

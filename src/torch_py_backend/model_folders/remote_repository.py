@@ -65,7 +65,7 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
         name = Path(hub).name
         with about(name):
             artifact = artifact_files.find(folder, None, tensors=True)
-            creation.create(models / name, artifact, [], transfer=os.link, force=True)
+            creation.create(models / name, artifact, transfer=os.link, force=True)
         return models
     return folder
 

@@ -125,8 +125,9 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
             sample = batch(candidate, rows)
             calls = [partial(run, engine, sample) for engine in engines]
             for _ in range(_FIRST_CALLS):
-                outputs, expected = (call() for call in calls)
-            errors += [difference(outputs[name], expected[name]) for name in expected]
+                results = zip(*(call() for call in calls), strict=True)
+            for outputs, expected in results:
+                errors += [difference(outputs[name], expected[name]) for name in expected]
             mine, others = _alternate(calls)
             seconds.append(median(mine))
             gains.append(median(b / a for a, b in zip(mine, others, strict=True)))
