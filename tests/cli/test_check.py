@@ -117,7 +117,7 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
     for name, says in {
         "misspelt": "names the backend 'pytorch-py'",
         "broken_config": "config.pbtxt cannot be read: 2:",
-        "broken_source": "model.py fails at line 1: SyntaxError",
+        "broken_source": "model.py fails at SyntaxError: invalid syntax (model.py, line 1)",
         "raises_in_completion": "RuntimeError: mat1 and mat2 shapes",
     }.items():
         error = reports[name]["error"]

@@ -61,7 +61,7 @@ def test_serves_drains_and_leaves_nothing(tmp_path: Path) -> None:
         config = repository / "unreadable" / "config.pbtxt"
         unreadable = f"failed to read text proto from {config}: 2:16: Expected string, got: }}"
         assert f"FAILED  unreadable: {unreadable}\n" in text
-        assert "FAILED  syntax_error 1: model.py fails at line 3: SyntaxError" in text
+        assert "FAILED  syntax_error 1: model.py fails at SyntaxError: " in text
         first, *models, last = re.findall(r"^\S+", text, re.MULTILINE)
         assert (first, last) == ("log", "serving")
         assert sorted(models) == [*["FAILED"] * 3, "READY"]  # whichever is known first

@@ -119,7 +119,7 @@ def test_model_that_does_not_load(tmp_path: Path) -> None:
     """The error is the server's own sentence, and nothing is left running."""
     repository = _repository(tmp_path / "models", "function", "syntax_error")
     before = set(living.descendants(os.getpid()))
-    says = "^model 'syntax_error' stays down: model.py fails at line .*SyntaxError.*$"
+    says = "^model 'syntax_error' stays down: model.py fails at SyntaxError: .*$"
     with pytest.raises(ToolError, match=says), torch_py_backend.serve(repository):
         pass
     assert living.all_end(set(living.descendants(os.getpid())) - before)
