@@ -42,23 +42,6 @@ def progress() -> tuple[int, int, int]:
     return graphs, cache["fxgraph_cache_hit"], missing
 
 
-def apply(config: ModelConfig, module: Callable[..., object], counts: Counts) -> Compiled | None:
-    """Compile a module if the config requests it; None: it is served without torch.compile.
-
-    Raises:
-        ConfigError: torch.compile does not accept the parameters.
-    """
-    if config.options.compilation is None:
-        return None
-    if config.options.static_shapes:
-        # There is one graph for each row count, and torch compiles no more than its limits allow.
-        dynamo, graphs = torch._dynamo.config, config.max_batch_size + 1
-        dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
-        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
-    torch.compiler.set_stance("default")
-    return Compiled(config, module, counts)
-
-
 class Compiled:
     """A model that compiles a graph for new shapes until it is sealed.
 
@@ -73,6 +56,12 @@ class Compiled:
         counts: Counts,
     ) -> None:
         parameters = config.options.compilation or {}
+        if config.options.static_shapes:
+            # There is one graph for each row count; torch compiles no more than its limits allow.
+            dynamo, graphs = torch._dynamo.config, config.max_batch_size + 1
+            dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
+            dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
+        torch.compiler.set_stance("default")
         self._counts = counts
         self._eager = module
         self._marks_rows = config.max_batch_size > 1 and parameters.get("dynamic") is None

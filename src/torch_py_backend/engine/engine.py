@@ -84,8 +84,10 @@ class Engine:
         self._free_memory = torch.cuda.empty_cache if cleans else None
         self.mapped = sharing.mapped(config, loaded)
         self.counts = Counts()
-        self._compiled = compilation.apply(config, loaded.module, self.counts)
-        self.compiles = self._compiled is not None
+        self.compiles = config.options.compilation is not None
+        self._compiled: compilation.Compiled | None = None
+        if self.compiles:
+            self._compiled = compilation.Compiled(config, loaded.module, self.counts)
         fixed = config.options.static_shapes or compilation.captures(config)
         self.rows = batches.row_counts(config, loaded.rows, fixed=fixed)
         self.padding = Padding(config) if config.options.pad else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -83,22 +82,14 @@ def set_switches(options: Options, threads: Threads) -> None:
     torch.backends.cudnn.enabled = not options.disable_cudnn
     if options.float32_matmul_precision is not None:
         torch.set_float32_matmul_precision(options.float32_matmul_precision)
-    switches: tuple[tuple[bool | None, Callable[[bool], object]], ...] = (
-        (options.enable_jit_executor, torch._C._jit_set_profiling_executor),
-        (options.enable_jit_profiling, torch._C._jit_set_profiling_mode),
-        (options.enable_tensor_fuser, torch._C._jit_set_texpr_fuser_enabled),
-        (
-            False if options.disable_optimized_execution else None,
-            torch._C._set_graph_executor_optimize,
-        ),
-    )
-    for enabled, switch in switches:
-        if enabled is not None:
-            switch(enabled)
-
-
-# Parameters of glibc's mallopt(3), and their values in bytes. 32 MiB is the most for the second.
-_MALLOPT = {-1: 512 << 20, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    if options.enable_jit_executor is not None:
+        torch._C._jit_set_profiling_executor(options.enable_jit_executor)
+    if options.enable_jit_profiling is not None:
+        torch._C._jit_set_profiling_mode(options.enable_jit_profiling)
+    if options.enable_tensor_fuser is not None:
+        torch._C._jit_set_texpr_fuser_enabled(options.enable_tensor_fuser)
+    if options.disable_optimized_execution:
+        torch._C._set_graph_executor_optimize(False)  # noqa: FBT003
 
 
 def keep_freed_memory() -> None:
@@ -112,8 +103,8 @@ def keep_freed_memory() -> None:
     with contextlib.suppress(AttributeError):  # musl has no mallopt
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)
-        for parameter, size in _MALLOPT.items():
-            libc.mallopt(parameter, size)
+        libc.mallopt(-1, 512 << 20)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its maximum
 
 
 def mode(options: Options) -> AbstractContextManager[object]:

@@ -78,15 +78,13 @@ class MappedFiles:
 
         The files are looked at once a second.
         """
-        now = time.monotonic()
-        if now < self._due:
+        if time.monotonic() < self._due:
             return ""
-        self._due = now + _PERIOD_S
+        self._due = time.monotonic() + _PERIOD_S
         for path, before in self._mapped.items():
             with contextlib.suppress(OSError):  # it was removed
-                status = path.stat()
-                written = status.st_mtime_ns != before.st_mtime_ns
-                if written and os.path.samestat(status, before):
+                now = path.stat()
+                if os.path.samestat(now, before) and now.st_mtime_ns != before.st_mtime_ns:
                     return path.name
         return ""
 

@@ -26,7 +26,6 @@ from torch_py_backend import composition, values
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
-from torch_py_backend.pipeline import failures
 from torch_py_backend.pipeline.run import Entry
 from torch_py_backend.values import Item, Outcome, Value
 
@@ -67,6 +66,7 @@ class Streams:
         """
         self.live += 1
         state: object = None
+        outcome: Outcome | None = None
         try:
             try:
                 state, extract = self._begin(entry)
@@ -75,23 +75,19 @@ class Streams:
                     if self._engine.failures.fatal is not None:  # another stream may have met it
                         raise self._engine.failures.fatal
                     state, outcome = await self._advance(state, extract)
-                    if isinstance(outcome, BackendError):
-                        raise outcome
-                    last = state is None
-                    if outcome is not None and not send(outcome, last):
+                    last = state is None or isinstance(outcome, BackendError)
+                    if isinstance(outcome, dict) and not send(outcome, last):
                         break
             finally:
                 await _close(state)
                 self.live -= 1
                 self._engine.clean()
         except BaseException as raised:
-            if isinstance(raised, BackendError) and raised.reported:  # of a step
-                # The task and its future refer to it: a reference cycle, which would keep the
-                # request's tensors until the next garbage collection.
-                failures.release(raised)
-                return raised
             return self._engine.failures.classify(raised).error
-        return None
+        error = outcome if isinstance(outcome, BackendError) else None
+        if error is None or error.reported:  # of a step
+            return error
+        return self._engine.failures.classify(error).error
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
@@ -152,11 +148,7 @@ class Streams:
         return outcome if finite is None else finite.checked(outcome)
 
     async def _advance(self, state: object, extract: _Extract) -> _Advance:
-        """Return what follows a state; one step serves all streams that wait by then.
-
-        Raises:
-            BackendError: the step failed.
-        """
+        """Return what follows a state; one step serves all streams that wait by then."""
         if self._call_step is not None:
             loop = asyncio.get_running_loop()
             if not self._waiting:
@@ -198,10 +190,7 @@ class Streams:
             results = failures.halve(batch, self._step, failure, called)
             self._engine.counts.retried_rows += self.stepped - stepped
         for (_, _, future), result in zip(batch, results, strict=True):
-            if isinstance(result, BackendError):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+            future.set_result((None, result) if isinstance(result, BackendError) else result)
 
     def _step(self, batch: Sequence[_Waiting]) -> Sequence[_Advance]:
         """Return what follows the state of each stream.
@@ -251,8 +240,7 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
 
         # With step(), each item is run twice: a step of one stream differs from one of several.
         repeats = 1 if engine.loaded.step is None else 2
-        with runtime.mode(engine.config.options):
-            errors = await asyncio.gather(*map(first, [*items] * repeats))
+        errors = await asyncio.gather(*map(first, [*items] * repeats))
         return [error or {} for error in errors]
 
     return lambda items: asyncio.run(run(items))
