@@ -44,10 +44,11 @@ class Hook:
 
     def __init__(self, name: str, method: Callable[..., Tree]) -> None:
         self.name, self.method = name, method
-        signature = inspect.signature(method)
-        self.takes_parameters = ARGUMENT in signature.parameters
+        self.takes_parameters = ARGUMENT in inspect.signature(method).parameters
+        # Without the parameters; what is behind them is passed by name.
+        self._bound = partial(method, **{ARGUMENT: None}) if self.takes_parameters else method
         if not name.startswith("preprocess"):  # that takes inputs by name, which are bound later
-            signature.bind("rows or result", **({ARGUMENT: None} if self.takes_parameters else {}))
+            inspect.signature(self._bound).bind("rows or result")
         self._refused = False
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
@@ -76,10 +77,10 @@ class Hook:
 
     @property
     def signature(self) -> Signature:
-        """The arguments that inputs are bound to; those behind `parameters` are passed by name."""
-        method = partial(self.method, **{ARGUMENT: None}) if self.takes_parameters else self.method
-        arguments = introspection.from_function(method).arguments
-        return Signature(tuple(each for each in arguments if each.name != ARGUMENT), name=self.name)
+        """The arguments that inputs are bound to."""
+        arguments = introspection.from_function(self._bound).arguments
+        inputs = tuple(each for each in arguments if each.name != ARGUMENT)
+        return Signature(inputs, name=self.name)
 
 
 class Hooks(NamedTuple):
@@ -128,18 +129,16 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
             raise ArtifactError(f"{path.name} has {name}() and {name}_batch()", expected="one")
     if "collate" in names and "preprocess" not in names:
         raise ArtifactError(f"{path.name} has collate() and no preprocess()", expected="both")
-    takes_folder = "folder" in inspect.signature(hooks_class).parameters
-    instance = python_source.call(
-        path,
-        "Hooks",
-        partial(hooks_class, **({"folder": config.version_folder} if takes_folder else {})),
-        "Its arguments are none, or `folder`, which is the version's folder.",
-    )
+    build = hooks_class
+    if "folder" in inspect.signature(hooks_class).parameters:
+        build = partial(hooks_class, folder=config.version_folder)
+    cure = "Its arguments are none, or `folder`, which is the version's folder."
+    instance = python_source.call(path, "Hooks", build, cure)
+    created = {}
     cure = f"It takes one argument, and {ARGUMENT} behind it if it needs them."
-    created = {
-        name: python_source.call(path, name, partial(Hook, name, getattr(instance, name)), cure)
-        for name in names
-    }
+    for name in names:
+        create = partial(Hook, name, getattr(instance, name))
+        created[name] = python_source.call(path, name, create, cure)
     hooks = Hooks(**created)
     _check_config(config, hooks)
     return hooks

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -32,14 +31,11 @@ from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
 from torch_py_backend.pipeline.padding import Placed
-from torch_py_backend.pipeline.postprocessing import ROWS, Guarded
-from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, GroupStage
+from torch_py_backend.pipeline.postprocessing import ROWS
+from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, Grouped, GroupStage
 from torch_py_backend.signature.arguments import ArgumentType, Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
-from torch_py_backend.values import Item, Items, Parameters, Tree, Value
-
-# The module of the model, or the function that is served instead.
-Module: TypeAlias = "Callable[..., Tree]"
+from torch_py_backend.values import Call, Item, Items, Parameters, Tree, Value
 
 
 class HookedPipeline:
@@ -70,7 +66,8 @@ class HookedPipeline:
             self.inputs = Inputs(config, signature, cast=dtype)
             return
         self.inputs = Inputs(config, first.signature, by_row=self.by_row)
-        types = dict(zip(self.inputs.binding.names, self.inputs.binding.types, strict=True))
+        binding = self.inputs.binding
+        types = dict(zip(binding.names, binding.types, strict=True))
         for spec in config.inputs:
             if spec.dtype.torch is None and types[spec.name] is ArgumentType.TENSOR:
                 raise BindingError(
@@ -78,7 +75,7 @@ class HookedPipeline:
                     expected="an annotation: bytes or str for one a row, list[bytes] or list[str]",
                 )
 
-    def prepare(self, guarded: Guarded, entries: Entries) -> Entries:
+    def prepare(self, guarded: Call, entries: Entries) -> Entries:
         """Return the prepared rows of each request, or why it is refused."""
         entries, groups = self._group_inputs(entries)
         prepared = list(entries)
@@ -94,11 +91,13 @@ class HookedPipeline:
     def _group_inputs(self) -> GroupStage:
         """Groups items; the calls return the binding, and an iterator over the rows' arguments."""
 
-        def rows(binding: InputBinding, *columns: Tree) -> tuple[InputBinding, Iterator[Tree]]:
-            # Without a batch dimension, a request is one row.
-            return binding, zip(*columns, strict=True) if self._batched else iter([columns])
+        def rows_of(binding: InputBinding, *columns: Tree) -> tuple[InputBinding, Iterator[Tree]]:
+            rows = iter([columns])  # without a batch dimension, a request is one row
+            if self._batched:
+                rows = zip(*columns, strict=True)
+            return binding, rows
 
-        return self.inputs.stage(lambda binding: partial(rows, binding))
+        return self.inputs.stage(lambda binding: partial(rows_of, binding))
 
     def _prepare(self, item: Item, binding: InputBinding, rows: list[Sequence[Tree]]) -> Item:
         """Return the prepared rows of a request.
@@ -123,7 +122,7 @@ class HookedPipeline:
             )
         return item | {ROWS: values.objects(prepared)}
 
-    def stage(self, module: Module) -> GroupStage:
+    def stage(self, module: Call) -> GroupStage:
         """Return the stage that groups items, or prepared items, for calls of the module."""
         stage: GroupStage
         if self.by_row:
@@ -132,9 +131,7 @@ class HookedPipeline:
             stage = self.inputs.stage(lambda binding: partial(self._call, module, binding))
         return partial(_with_parameters, stage) if self._takes_parameters else stage
 
-    def _group_rows(
-        self, call: Callable[..., Tree], entries: Entries
-    ) -> tuple[Entries, list[Group]]:
+    def _group_rows(self, call: Call, entries: Entries) -> Grouped:
         """Group prepared items: all with collate(), else those alike."""
         groups: dict[Hashable, Placed] = {}
         for place, entry in enumerate(entries):
@@ -148,7 +145,7 @@ class HookedPipeline:
         members = [zip(*group, strict=True) for group in groups.values()]
         return entries, [Group(_gather_rows, call, items, places) for places, items in members]
 
-    def _call(self, module: Module, binding: InputBinding | None, *columns: Value) -> Tree:
+    def _call(self, module: Call, binding: InputBinding | None, *columns: Value) -> Tree:
         """Return the result for columns of inputs; without a binding, for a column of rows."""
         hooks = self.hooks
         parameters: Sequence[Parameters] = ()
@@ -171,11 +168,12 @@ class HookedPipeline:
             result = hooks.postprocess_batch.with_parameters(parameters)(result)
         return result
 
-    def _call_module(self, module: Module, prepared: Tree) -> Tree:
+    def _call_module(self, module: Call, prepared: Tree) -> Tree:
         """Call the module with a dict of named arguments, a tuple of arguments, or one argument."""
         move = partial(to_device, device=self._device, dtype=self._dtype)
         if self._signature.leaves is None and not isinstance(prepared, Mapping):
-            return module(*map(move, prepared if isinstance(prepared, tuple) else (prepared,)))
+            parts = prepared if isinstance(prepared, tuple) else (prepared,)
+            return module(*map(move, parts))
         named = {name: move(part) for name, part in _named(prepared).items()}
         inputs = self._bound(tuple(named))  # hooks may pass only what a client has sent
         return inputs.call(module, [named[name] for name in inputs.names])
@@ -186,10 +184,12 @@ class HookedPipeline:
         Raises:
             OutputError: a part of the result has another number of rows.
         """
-        result = to_device(result, torch.device("cpu"))
-        return [values.objects(split(result, rows) if self._batched else [result])]
+        parts = [to_device(result, torch.device("cpu"))]
+        if self._batched:
+            parts = split(parts[0], rows)
+        return [values.objects(parts)]
 
-    def run_unchecked(self, module: Module, item: Item) -> Tree:
+    def run_unchecked(self, module: Call, item: Item) -> Tree:
         """Return the unchecked result of a request; with postprocess(), that of its first row.
 
         Raises:
@@ -209,7 +209,7 @@ class HookedPipeline:
         return self.hooks.postprocess.with_parameters({})(column[0])
 
 
-def _with_parameters(stage: GroupStage, entries: Entries) -> tuple[Entries, list[Group]]:
+def _with_parameters(stage: GroupStage, entries: Entries) -> Grouped:
     """Group entries; the parameters of each row are a column behind the others."""
 
     def gather_items(gather: Gather, items: Items) -> Gathered:
@@ -274,10 +274,10 @@ def split(result: Tree, rows: int) -> list[Tree]:
     leaves, structure = pytree.tree_flatten(result, lambda part: isinstance(part, list))
     columns = []
     for leaf in leaves:
-        if not isinstance(leaf, list) and not (isinstance(leaf, Tensor | np.ndarray) and leaf.ndim):
-            columns.append([leaf] * rows)
-            continue
-        if len(leaf) != rows:
+        has_rows = isinstance(leaf, list)
+        if isinstance(leaf, Tensor | np.ndarray):
+            has_rows = leaf.ndim > 0
+        if has_rows and len(leaf) != rows:
             raise OutputError(
                 f"the result for {counted(rows, 'row')} holds {a_type(leaf)} of length"
                 f" {len(leaf)}, which"
@@ -285,14 +285,15 @@ def split(result: Tree, rows: int) -> list[Tree]:
                 expected="tensors whose dimension 0 is the batch, and lists with an entry a row",
                 cure="Or write postprocess_batch(), which receives the unchanged result.",
             )
-        columns.append(list(leaf))
+        columns.append(list(leaf) if has_rows else [leaf] * rows)
     if structure.is_leaf():
         return columns[0]
-    parts = ([column[row] for column in columns] for row in range(rows))
-    return [pytree.tree_unflatten(part, structure) for part in parts]
+    return [
+        pytree.tree_unflatten([column[row] for column in columns], structure) for row in range(rows)
+    ]
 
 
 def copy_rows(column: Value) -> Value:
     """Copy the results of rows that `HookedPipeline.split` returned, including their tensors."""
-    copies = (pytree.tree_map_only(Tensor, torch.clone, row) for row in column.tolist())
-    return values.objects(copies)
+    clone = partial(pytree.tree_map_only, Tensor, torch.clone)
+    return values.objects(map(clone, column.tolist()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +21,17 @@ from torch_py_backend.values import Call, Item, Tree, Value
 
 # The only column of prepared items, and of results before postprocess(): one value a row.
 ROWS = "rows"
-# Calls a function for a request: the request, the function, and its arguments. Its exception is
-# that request's error.
-Guarded: TypeAlias = Call
 
 
 class Postprocessing:
-    """Calls postprocess() with the rows of each result, and makes outputs of what it returns."""
+    """Calls postprocess() with the rows of each result, and makes outputs of what it returns.
+
+    `guarded` calls a function for a request, whose exception is that request's error: its arguments
+    are the request, the function and the arguments of that.
+    """
 
     def __init__(
-        self, config: ModelConfig, hook: Hook, guarded: Guarded, writer: Scatter | None = None
+        self, config: ModelConfig, hook: Hook, guarded: Call, writer: Scatter | None = None
     ) -> None:
         self._hook, self._guarded = hook, guarded
         self._batched = config.max_batch_size > 0
@@ -47,19 +48,15 @@ class Postprocessing:
             else self._guarded(entry, self._rows, result, entry)
             for result, entry in zip(results, entries, strict=True)
         ]
-        succeeded = [
-            place for place, rows in enumerate(outcomes) if not isinstance(rows, BackendError)
-        ]
+        rows = [outcome for outcome in outcomes if not isinstance(outcome, BackendError)]
         try:
-            stacked = self._stack([outcomes[place] for place in succeeded])
+            stacked = self._stack(rows)
         except OutputError:  # found by stacking those of each request
-            stacked = [
-                self._guarded(entries[place], lambda rows: self._stack([rows])[0], outcomes[place])
-                for place in succeeded
-            ]
-        for place, outputs in zip(succeeded, stacked, strict=True):
-            outcomes[place] = outputs
-        return outcomes
+            stacked = [self._guarded({}, lambda one: self._stack([one])[0], each) for each in rows]
+        left = iter(stacked)
+        return [
+            outcome if isinstance(outcome, BackendError) else next(left) for outcome in outcomes
+        ]
 
     def _rows(self, result: Mapping[str, Value], item: Item) -> list[list[Value]]:
         """Return the outputs of each row of a request."""

@@ -99,7 +99,8 @@ Scatter: TypeAlias = "Callable[[Columns, Sequence[int], Items], Results]"
 
 Before: TypeAlias = "Callable[[Entries], Entries]"
 After: TypeAlias = "Callable[[Results, Entries], Results]"
-GroupStage: TypeAlias = "Callable[[Entries], tuple[Entries, Sequence[Group]]]"
+Grouped: TypeAlias = "tuple[Entries, Sequence[Group]]"
+GroupStage: TypeAlias = "Callable[[Entries], Grouped]"
 
 
 class Stages(NamedTuple):
