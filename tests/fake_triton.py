@@ -345,10 +345,6 @@ class ModelConfig:
 _model_dir = ""
 
 
-def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
-    return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
-
-
 def get_model_dir() -> str:
     return _model_dir
 

@@ -96,7 +96,7 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     with mock.patch.dict(os.environ):
         yield
         for model in reversed(started):  # inference modes nest
-            model.close()
+            model.finalize()
     locale.setlocale(locale.LC_ALL, language)
     torch.set_num_threads(threads)
     torch.backends.cudnn.enabled = cudnn

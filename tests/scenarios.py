@@ -274,7 +274,8 @@ FILES = (
 
 
 def _mirrored(*shape: int) -> Call:
-    x, b = floats(*shape), torch.ones(shape, dtype=torch.bfloat16)
+    # Triton refuses BF16 with three or more dims of which the last one is 0.
+    x, b = floats(*shape), torch.ones((*shape[:2], shape[2] or 1), dtype=torch.bfloat16)
     return Call({"x": x, "b": b}, {"x": x, "b": b, "y": -x})
 
 

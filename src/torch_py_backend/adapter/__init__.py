@@ -55,7 +55,7 @@ class TritonPythonModel:
             version = Path(pb_utils.get_model_dir())
             types = {discovery.file_type(path) for path in version.iterdir() if path.is_file()}
             if not (discovery.ArtifactType.AOTI in types or "aoti" in pbtxt.text(version.parent)):
-                self.is_ready = self._is_ready
+                self.is_ready = lambda: self._engine.failures.fatal is None
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the model; Triton reports a failure with the exception's text."""
@@ -71,8 +71,7 @@ class TritonPythonModel:
             self._start(args)
         except BaseException as error:
             # The process did not die: Triton reports the exception.
-            self._status.ended()
-            self.close()
+            self.finalize()
             if isinstance(error, BackendError):
                 message = named(args["model_name"], error)
                 raise pb_utils.TritonModelException(message) from error
@@ -211,9 +210,6 @@ class TritonPythonModel:
 
         self._answer = profiled
 
-    def _is_ready(self) -> bool:
-        return self._engine.failures.fatal is None
-
     def _on_fatal(self, reason: str) -> None:
         """Report, with the cause in a few words, that no requests are answered any more."""
         self._status.poisoned(reason)
@@ -223,12 +219,8 @@ class TritonPythonModel:
         )
 
     def finalize(self) -> None:
-        """Release the model; Triton calls this before a healthy instance ends."""
+        """Release the model; Triton calls this before a healthy instance ends. May be repeated."""
         self._status.ended()
-        self.close()
-
-    def close(self) -> None:
-        """Release what `initialize` acquired. May be called twice, and after a failure."""
         self._modes.close()
 
 
@@ -242,10 +234,8 @@ def _check_numpy() -> None:
     import torch
 
     sent = torch.arange(4.0)
-    received = pb_utils.Tensor.from_dlpack("t", sent).as_numpy().tolist()
-    if received != sent.tolist():
+    if pb_utils.Tensor.from_dlpack("t", sent).as_numpy().tolist() != sent.tolist():
         raise PlatformError(
-            f"numpy {np.__version__} garbles tensors in this server's Python stub:"
-            f" {sent.tolist()} came back as {received}",
+            f"numpy {np.__version__} garbles tensors in this server's Python stub",
             cure="Install numpy<2 where the stub runs, or use a server of 24.11 or newer.",
         )

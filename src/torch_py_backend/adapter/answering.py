@@ -36,7 +36,11 @@ class Answering:
         self._failures, self._counts, self._model = engine.failures, engine.counts, config.name
         self._last_seconds = 0.0  # of the last batch
         self._in_sequences = config.sequencing is not None
-        read = messages.reader(engine)
+        read: messages.Read = messages.read
+        if self._in_sequences:
+            read = messages.sequence_reader(engine)
+        elif engine.hooks is not None and engine.hooks.takes_parameters:  # which take time
+            read = messages.read_with_parameters
         traced = tracing.traced(read)
         self._read = traced or read
         self.sequences = Sequences(config, engine.device) if config.states else None
@@ -50,7 +54,8 @@ class Answering:
         began = time.perf_counter()
         fatal = self._failures.fatal
         if fatal is not None:
-            return self._respond(requests, [fatal] * len(requests), in_log=True)
+            fatal.reported = False  # it is in the log
+            return self._respond(requests, [fatal] * len(requests))
         # Cancelled steps of a sequence run, too: the next step needs their states.
         checks = not self._in_sequences and self._last_seconds > len(requests) * CHECK_CANCELLED_S
         entries: Sequence[Entry] = ()
@@ -67,8 +72,7 @@ class Answering:
         except BaseException as error:  # Triton would send the traceback to every client
             results = [self._failures.instead(InternalError(), error)] * len(entries)
         if type(results) is Responses:
-            answered = self._counts.requests
-            answered[OK] = answered.get(OK, 0) + len(results)
+            self._counts.count_requests(OK, len(results))
             responses: Sequence[Response] = results
         else:
             responses = self._respond(requests, results)
@@ -86,12 +90,10 @@ class Answering:
             return self._failures.unreadable(error)
         return item
 
-    def _respond(
-        self, requests: Sequence[Request], results: Sequence[Any], *, in_log: bool = False
-    ) -> Sequence[Response]:
-        """Return a response for each result; count them, and log failures that are not `in_log`."""
+    def _respond(self, requests: Sequence[Request], results: Sequence[Any]) -> Sequence[Response]:
+        """Return a response for each result; count them, and log failures."""
         responses: list[Response] = []
-        failed: logs.Failed = {}
+        failed: list[tuple[BackendError, str]] = []
         for request, outcome in zip(requests, results, strict=True):
             result = outcome
             try:
@@ -104,9 +106,8 @@ class Answering:
             code = OK
             if isinstance(result, BackendError):
                 code = result.code
-                if result.reported and not in_log:
-                    reason = str(result), result.traceback
-                    failed.setdefault(reason, []).append(messages.request_id(request))
+                if result.reported:
+                    failed.append((result, messages.request_id(request)))
             if not self._in_sequences or request.correlation_id():  # not one that fills a slot
                 self._counts.count_requests(code)
         logs.report(failed)

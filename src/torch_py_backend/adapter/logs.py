@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from itertools import islice
-from typing import TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend.errors import join_names
+from torch_py_backend.errors import BackendError, join_names
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,6 @@ _MOST = 8
 # The log gets the beginning and the end of a longer text: an exception's message may contain
 # megabytes of a client's text, and Triton passes log messages through shared memory.
 _MOST_CHARACTERS = 1 << 16
-# The IDs of failed requests, by their error and its traceback.
-Failed: TypeAlias = "dict[tuple[str, str], list[str]]"
 
 
 def end_if_orphaned() -> None:
@@ -78,10 +76,13 @@ def install(model: str) -> LogHandler:
     return handler
 
 
-def report(failed: Failed) -> None:
-    """Log failures of requests, with their IDs where clients set them."""
-    for (sentence, text), names in islice(failed.items(), _MOST):
-        requests = join_names(dict.fromkeys(names))
-        log.error("%s (requests %s)%s", sentence, requests, f"\n{text}" if text else "")
-    if len(failed) > _MOST:
-        log.error("%d more failures of the same batch.", len(failed) - _MOST)
+def report(failed: Iterable[tuple[BackendError, str]]) -> None:
+    """Log errors of the requests of a batch, with their IDs."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for error, name in failed:
+        names.setdefault((str(error), error.traceback), []).append(name)
+    for (sentence, text), requests in islice(names.items(), _MOST):
+        who = join_names(dict.fromkeys(requests))
+        log.error("%s (requests %s)%s", sentence, who, f"\n{text}" if text else "")
+    if len(names) > _MOST:
+        log.error("%d more failures of the same batch.", len(names) - _MOST)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, TypeAlias
@@ -27,30 +26,21 @@ _MAX_ID_LENGTH = 64
 Request: TypeAlias = Any
 Response: TypeAlias = Any
 OutputTensor: TypeAlias = Any
+# Returns the item of each request; raises what Triton's utilities raise.
+Read: TypeAlias = "Callable[[Sequence[Request]], list[Item]]"
 
 
 class Responses(list[Response]):
     """The responses of a batch without errors."""
 
 
-# Returns the item of each request; raises what Triton's utilities raise.
-Read: TypeAlias = "Callable[[Sequence[Request]], list[Item]]"
-
-
 def read(requests: Sequence[Request]) -> list[Item]:
     """Return each request's tensors by name: arrays with their own memory, or tensors on a GPU."""
-    return [
-        {tensor.name(): read_tensor(tensor) for tensor in request.inputs()} for request in requests
-    ]
-
-
-def read_numbers(requests: Sequence[Request]) -> list[Item]:
-    """Return each request's tensors, all of which are numbers in host memory, none BF16."""
     items: list[Item] = []
     for request in requests:  # loops, because a comprehension has a frame
         item: Item = {}
         for tensor in request.inputs():
-            item[tensor.name()] = tensor.as_numpy()
+            item[tensor.name()] = read_tensor(tensor)
         items.append(item)
     return items
 
@@ -61,18 +51,6 @@ def read_with_parameters(requests: Sequence[Request]) -> list[Item]:
         RequestItem(item, parameters=json.loads(request.parameters() or "{}"))
         for item, request in zip(read(requests), requests, strict=True)
     ]
-
-
-def reader(engine: Engine) -> Read:
-    """Return the function that reads a model's requests."""
-    if engine.config.sequencing is not None:
-        return _sequence_reader(engine)
-    # Reading parameters takes time, so do it only for hooks that take them.
-    if engine.hooks is not None and engine.hooks.takes_parameters:
-        return read_with_parameters
-    if engine.host_inputs and all(spec.dtype.numpy for spec in engine.config.inputs):
-        return read_numbers
-    return read
 
 
 def read_kept(requests: Sequence[Request]) -> list[Item]:
@@ -89,30 +67,28 @@ def read_kept(requests: Sequence[Request]) -> list[Item]:
     return items
 
 
-def _sequence_reader(engine: Engine) -> Read:
-    """Return the function that reads requests of sequences.
+def sequence_reader(engine: Engine) -> Read:
+    """Return a function that reads the steps of sequences, without their states.
 
-    If the config has no states (the model keeps its own, by CORRID or by the position in the
-    batch), all requests are run as they come, including those that only fill a slot.
+    A step of a model with states that cannot be read has the error. Otherwise the model keeps its
+    own, by CORRID or by the position in the batch: also requests that only fill a slot are run.
     """
     config = engine.config
-    # Not states, for which Triton passes uninitialized memory.
-    inputs = [spec for spec in config.inputs if spec.origin is not Origin.STATE]
+    origins = {spec.name: spec.origin for spec in config.inputs if spec.origin is not Origin.STATE}
     starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
     ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
     def read_one(request: Request) -> Item:
-        """Return a request's item with its step, which has the error of a state's request."""
-        flags, name = request.flags(), request.correlation_id()
-        step = Step(name, bool(flags & starts), bool(flags & ends))
         item: Item = {}
+        flags = request.flags()
+        step = Step(request.correlation_id(), bool(flags & starts), bool(flags & ends))
         try:
-            for spec in inputs:
-                tensor = pb_utils.get_input_tensor_by_name(request, spec.name)
-                if tensor is not None:
-                    value = item[spec.name] = read_tensor(tensor)
-                    if not name and spec.origin is Origin.CLIENT:
-                        _blank(value)
+            for tensor in request.inputs():
+                name = tensor.name()
+                if name in origins:  # Triton passes uninitialized memory for states
+                    item[name] = read_tensor(tensor)
+                    if not step.id and origins[name] is Origin.CLIENT:  # and here
+                        _blank(item[name])
         except Exception as error:
             if not config.states:
                 raise
@@ -122,23 +98,23 @@ def _sequence_reader(engine: Engine) -> Read:
     return lambda requests: list(map(read_one, requests))
 
 
-def _blank(value: Any) -> None:
-    """Zero an input of a request that only fills a slot: its memory is uninitialized."""
+def _blank(value: Value) -> None:
     if isinstance(value, Tensor):
         value.zero_()
     else:
         value.fill(b"" if value.dtype.hasobject else 0)
 
 
-def read_tensor(tensor: Any) -> Any:
+def read_tensor(tensor: Any) -> Value:
     """Convert one of Triton's tensors to an array with its own memory, or to a tensor."""
-    if not tensor.is_cpu():
-        return dlpack.from_dlpack(tensor)
+    value: Value
     try:
-        return tensor.as_numpy()
-    except pb_utils.TritonModelException:  # BF16, which numpy does not have
-        # The memory is Triton's: it is unaligned and invalid after execute() has returned.
-        return dlpack.from_dlpack(tensor.to_dlpack()).clone()
+        value = tensor.as_numpy()
+    except pb_utils.TritonModelException:  # on a GPU, or BF16, which numpy does not have
+        value = dlpack.from_dlpack(tensor.to_dlpack())
+        # Triton's memory on the host is unaligned, and invalid after execute() has returned.
+        value = value if value.is_cuda else value.clone()
+    return value
 
 
 def request_id(request: Request) -> str:
@@ -169,9 +145,7 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
         outputs: Sequence[Value], sizes: Sequence[int], _: Sequence[Item]
     ) -> Sequence[Any]:
         try:
-            written = [
-                _written(name, output, sizes) for name, output in zip(names, outputs, strict=True)
-            ]
+            written = map(_written, names, outputs, repeat(sizes))
             return Responses(map(response, map(list, zip(*written, strict=True))))
         except Exception:
             return batches.scatter(outputs, names, sizes)
@@ -181,30 +155,21 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
 
 def write_tensor(name: str, value: Value) -> OutputTensor:
     """Convert a contiguous value to one of Triton's tensors."""
-    if isinstance(value, Tensor) and 0 < value.nbytes < DLPACK_BYTES and not value.is_cuda:
-        # As `_written`, in fewer calls: a stream has such a response for each token.
-        return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]
     return _written(name, value, (1,))[0]
 
 
 def _written(name: str, output: Value, sizes: Sequence[int]) -> list[OutputTensor]:
     """Convert a contiguous output to one of Triton's tensors for each number of rows."""
+    if isinstance(output, Tensor) and not output.nbytes:
+        output = output.cpu()  # as an array: Triton compares the strides even of an empty capsule
     parts: Iterable[Any] = (output,) if len(sizes) == 1 else batches.split(output, sizes)
     if not isinstance(output, Tensor):
         return list(map(pb_utils.Tensor, repeat(name), parts))
-    if not output.nbytes:
-        parts = map(_restrided, parts)
     if output.is_cuda:
         torch.cuda.synchronize(output.device)  # Triton reads the memory without a stream
-    elif output.nbytes < DLPACK_BYTES * len(sizes) or output.dtype is torch.bfloat16:
-        # A capsule from torch: Triton renames capsules, and a renamed one of numpy's crashes.
+    # A capsule from torch: Triton renames capsules, and a renamed one of numpy's crashes.
+    elif 0 < output.nbytes < DLPACK_BYTES * len(sizes) or output.dtype is torch.bfloat16:
         parts = map(dlpack.to_dlpack, parts)  # type: ignore[attr-defined]
     else:
         return list(map(pb_utils.Tensor, repeat(name), map(Tensor.numpy, parts)))
     return list(map(pb_utils.Tensor.from_dlpack, repeat(name), parts))
-
-
-def _restrided(value: Tensor) -> Tensor:
-    """Return a tensor with contiguous strides, which Triton requires even of empty ones."""
-    strides = [math.prod(value.shape[axis + 1 :]) for axis in range(value.ndim)]
-    return value.as_strided(value.shape, strides)

@@ -182,7 +182,7 @@ class _Client:
                 self._send(error, True)  # noqa: FBT003
         self._engine.counts.count_requests(OK if error is None else error.code)
         if error is not None and error.reported:
-            logs.report({(str(error), error.traceback): [self._name]})
+            logs.report([(error, self._name)])
 
     def _send(self, result: Response | BackendError | None, last: bool) -> None:  # noqa: FBT001
         logs.end_if_orphaned()
