@@ -196,7 +196,7 @@ def test_file_of_examples_comes_before_a_function(tmp_path: Path) -> None:
     [
         ("{'y': torch.rand(2, 4), 'z': torch.rand(2)}", "forward(x) has no z"),
         ("{'x': torch.rand(2, 5)}", "forward() raised"),
-        ("{'x': torch.rand(2, 4).cfloat()}", "tensor 'x' is complex64"),
+        ("{'x': torch.rand(2, 4).cfloat()}", "input 'x' has data_type torch.complex64"),
         ("3", "example_inputs() in model.py fails at TypeError: 'int' object"),
         ("1 / 0", "example_inputs() in model.py fails at line 11: ZeroDivisionError"),
         (None, "example_inputs.safetensors"),

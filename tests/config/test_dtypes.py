@@ -26,6 +26,6 @@ def test_names_in_torch_and_numpy_mean_the_same_type() -> None:
         torch_dtype: torch.dtype = getattr(torch, str(dtype.torch))
         digits = "".join(filter(str.isdigit, dtype.triton)) or "8"  # BOOL: one byte
         assert torch_dtype.itemsize * 8 == int(digits)
-        assert dtypes.from_torch(str(dtype.torch)) is dtype
+        assert dtypes.config_name(str(dtype.torch)) == dtype.config
         if dtype.numpy is not None:
             assert torch.from_numpy(np.zeros(1, dtype=dtype.numpy)).dtype is torch_dtype

@@ -19,7 +19,6 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.engine import runtime
 from torch_py_backend.errors import (
-    ArtifactError,
     BackendError,
     ConfigError,
     ForwardError,
@@ -40,7 +39,6 @@ from torch_py_backend.values import Item, Value
 DEFAULT_BATCH_SIZE = 8
 # A larger limit in an exported program stands for "any number of rows".
 _MAX_BATCH_SIZE = 4096
-_STRINGS = dtypes.from_triton("BYTES")
 _EXAMPLE = (
     f"{example_inputs.NAME}.safetensors in the version folder, or a function"
     f" {example_inputs.NAME}() in model.py or hooks.py"
@@ -53,9 +51,7 @@ _NONE: Mapping[str, Collection[int]] = {}
 def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> JsonObject:
     """Return the inputs, outputs and max_batch_size of a config; what it lists is kept.
 
-    Args:
-        arguments: Triton's arguments; the config may lack inputs and outputs.
-        finds_batch: try whether a model with listed inputs has a batch dimension.
+    With `finds_batch`, a model with listed inputs is tried for a batch dimension, too.
     """
     document = json.loads(arguments["model_config"])
     decoupled = document.get("model_transaction_policy", {}).get("decoupled")
@@ -236,18 +232,12 @@ def entries(
     """
     listed = []
     for name, value in values.items():
-        try:
-            dtype = dtypes.from_torch(value.dtype) if isinstance(value, Tensor) else _STRINGS
-        except KeyError:
-            raise ArtifactError(
-                f"tensor '{name}' is {str(value.dtype).removeprefix('torch.')}, which no request"
-                " can carry",
-                expected=", ".join(row.torch for row in dtypes.TABLE if row.torch),
-            ) from None
+        is_tensor = isinstance(value, Tensor)
+        data_type = dtypes.config_name(value.dtype) if is_tensor else "TYPE_STRING"
         dims = [size if isinstance(size, int) else -1 for size in value.shape]
         for dim in varying.get(name, ()):
             dims[dim] = -1
         # Without a batch dimension Triton allows no empty dims: a scalar is a list of one value.
         dims = dims[1:] if batched else dims or [1]
-        listed.append({"name": name, "data_type": dtype.config, **pbtxt.dims_entry(dims)})
+        listed.append({"name": name, "data_type": data_type, **pbtxt.dims_entry(dims)})
     return listed

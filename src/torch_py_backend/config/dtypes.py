@@ -34,11 +34,6 @@ _BY_TORCH = {dtype.torch: dtype for dtype in TABLE}
 _BY_TRITON = {dtype.triton: dtype for dtype in TABLE}
 
 
-def from_torch(dtype: object) -> DType:
-    """Return the type for a torch.dtype; raise KeyError if Triton has none."""
-    return _BY_TORCH[str(dtype).removeprefix("torch.")]
-
-
 def config_name(dtype: object) -> str:
     """Return the name of a torch.dtype in config.pbtxt, or its own if Triton has no such type."""
     known = _BY_TORCH.get(str(dtype).removeprefix("torch."))

@@ -58,15 +58,10 @@ def bind_inputs(
     ordered: bool = True,
     sequence_inputs: Collection[str] = (),
 ) -> InputBinding:
-    """Bind input names to the leaves of forward()'s call tree.
+    """Bind input names, in the config's order, to the leaves of forward()'s call tree.
 
-    Args:
-        names: input names in the config's order.
-        signature: the signature of the artifact.
-        left_out: names of optional inputs that are missing in this batch.
-        ordered: bind in the config's order if no name matches.
-        sequence_inputs: names of states and controls of sequences, which are not inputs of
-            requests. Each is bound separately, independent of the rule for the others.
+    Optional inputs that are `left_out` are missing in this batch. If no name matches, and they are
+    `ordered`, they are bound in their order, but for `sequence_inputs`: states and controls.
 
     Raises:
         BindingError: a name matches no leaf, or a leaf has no input or two.

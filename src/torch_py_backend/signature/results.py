@@ -25,13 +25,10 @@ OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
 
 
 def bind_outputs(names: Sequence[str], result: object, of: str = "forward()") -> OutputBinding:
-    """Bind output names to the leaves of results with the structure of a sample result.
+    """Bind output names to the leaves of results of the function `of`, as those of this result.
 
-    Args:
-        names: output names in the config's order.
-        result: the result of forward() for a sample: a tensor or a list of strings, in any nesting
-            of tuples, lists, mappings, dataclasses and named tuples.
-        of: the function that returned it, for messages.
+    It is a tensor or a list of strings, in any nesting of tuples, lists, mappings, dataclasses and
+    named tuples.
 
     Raises:
         BindingError: a name matches no leaf, or there are more names than leaves.
