@@ -169,14 +169,14 @@ def test_a_stream_that_never_begins_gets_a_final_response(
 def test_a_stream_that_has_ended_is_not_checked(tmp_path: Path) -> None:
     """A poll between the end of a stream and of its task does not query Triton, which would die."""
     served = Served(tmp_path, _model(_ENDLESS))
-    assert served.model._streaming is not None
+    start: Any = served.model._answer
     for responds in (True, False):
         client = streaming._Client(served.model._engine, served.request(_X))
         if responds:
             client.send({}, last=True)
         else:
             client.end(None)
-        served.model._streaming._watch(client)
+        start.__self__._watch(client)
 
 
 def test_an_unexpected_exception_ends_a_stream_and_releases_its_slot(
@@ -297,8 +297,8 @@ def test_the_end_of_an_instance_whose_thread_has_not_begun(
 
     monkeypatch.setattr(runtime, "make_current", begin_late)
     served = Served(tmp_path, _model(_ENDLESS))
-    streams = served.model._streaming
-    assert streams is not None
+    start: Any = served.model._answer
+    streams = start.__self__
     threading.Timer(0.2, closing.set).start()
     served.model.finalize()
     assert prepared == ["cpu"]

@@ -29,7 +29,6 @@ from torch_py_backend.processes import child_process, instance_status
 
 if TYPE_CHECKING:
     from torch_py_backend.adapter.messages import Request
-    from torch_py_backend.adapter.streaming import Streaming
     from torch_py_backend.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ class TritonPythonModel:
             faulthandler.enable()
         self._modes = contextlib.ExitStack()
         self._status = instance_status.InstanceStatus()
-        self._streaming: Streaming | None = None
         child_process.use_utf8()
         try:
             self._start(args)
@@ -146,13 +144,14 @@ class TritonPythonModel:
         engine.failures.on_call = self._status.busy
         engine.failures.on_fatal = self._on_fatal
         if settings.decoupled:
-            self._streaming = streaming.Streaming(engine, self._status)
-            self._modes.callback(self._streaming.close)
-            publisher.streams = self._streaming.streams
+            streams = streaming.Streaming(engine, self._status)
+            self._modes.callback(streams.close)
+            publisher.streams = streams.streams
+            self._answer: Callable[[Sequence[Request]], Any] = streams.start
         else:
             answers = answering.Answering(engine)
             publisher.sequences = answers.sequences
-            self._answer: Callable[[Sequence[Request]], Any] = answers.answer
+            self._answer = answers.answer
             if settings.options.profile_dir is not None:
                 self._profile(answers.answer, settings.options.profile_dir)
         publisher.start()
@@ -177,9 +176,8 @@ class TritonPythonModel:
             # Requests get 503 from now on, until the model is loaded again.
             reason = f"{changed} was written in place while its pages were in use"
             self._engine.failures.poison(reason)
-        if self._streaming is not None:  # its thread reports when it is busy
-            self._streaming.start(requests)
-            return None
+        if self._settings.decoupled:  # the thread of the streams reports when it is busy
+            return self._answer(requests)
         self._status.busy()
         try:
             return self._answer(requests)

@@ -58,12 +58,9 @@ class LogHandler(logging.Handler):
             text = f"{text[:_MOST_CHARACTERS]} […] {text[-_MOST_CHARACTERS:]}"
         if os.getppid() != _SERVER:  # or the model has forked this process
             sys.stderr.write(f"{text}\n")
-        elif record.levelno >= logging.ERROR:
-            logger.log_error(text)
-        elif record.levelno >= logging.WARNING:
-            logger.log_warn(text)
         else:
-            logger.log_info(text)
+            levels = {logging.ERROR: logger.log_error, logging.WARNING: logger.log_warn}
+            levels.get(record.levelno, logger.log_info)(text)
 
 
 def install(model: str) -> LogHandler:

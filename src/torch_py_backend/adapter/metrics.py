@@ -190,9 +190,7 @@ class Publisher:
     def _publish(self, row: Family, label: str, value: float) -> None:
         logs.end_if_orphaned()
         key = row.name, label
-        if key not in self._series:
-            self._series[key] = self._create(row, label), 0.0 if row.grows else math.nan
-        metric, before = self._series[key]
+        metric, before = self._series.get(key) or self._create(row, label)
         if row.grows and value > before:
             metric.increment(value - before)
         # Also the same value: an instance of the same name that ended since, as in a reload without
@@ -202,8 +200,8 @@ class Publisher:
         self._series[key] = metric, value
         time.sleep(0)  # release the GIL for a request
 
-    def _create(self, row: Family, label: str) -> Any:
-        """Return Triton's metric for a family and the value of its own label."""
+    def _create(self, row: Family, label: str) -> tuple[Any, float]:
+        """Return Triton's metric for a family and the value of its own label, without a value."""
         config = self.engine.config
         values = (config.name, config.version, *([] if row.grows else [config.instance]), label)
         kinds = pb_utils.MetricFamily
@@ -214,7 +212,7 @@ class Publisher:
         # instances of the model still use, and crash (triton-inference-server/server#8663).
         for leaked in (family, metric):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))
-        return metric
+        return metric, 0.0 if row.grows else math.nan
 
     def _run(self) -> None:
         closed = False
