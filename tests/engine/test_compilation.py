@@ -25,7 +25,7 @@ def triple(x: Tensor) -> Tensor:
 
 def compiled(parameters: dict[str, Any], module: Any, kind: str = "CPU") -> compilation.Compiled:
     config = build.config(torch_compile_optional_parameters=parameters, kind=kind)
-    return compilation.Compiled(config, module, Counts())
+    return compilation.Compiled(config, module)
 
 
 def test_parameters_reach_torch_compile() -> None:
@@ -76,7 +76,7 @@ def test_each_call_begins_a_step_of_cuda_graphs(
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: steps.append(True))
     model = compiled(arguments, triple, kind)
-    for call in (model, model.seal()):
+    for call in (model, model.seal(Counts())):
         call(torch.ones(2, 4))
     assert len(steps) == (2 if captures else 0)
 
@@ -102,7 +102,7 @@ def test_no_part_of_a_model_with_graph_breaks_runs_twice() -> None:
     module = Broken()
     model = compiled({"backend": "eager"}, module)
     model(torch.zeros(8, 4))
-    sealed = model.seal()
+    sealed = model.seal(Counts())
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for shape in ((8, 4), (3, 4), (1, 4), (2, 5), (2, 4, 4)):
         calls, x = module.calls.item(), torch.zeros(shape)
@@ -126,5 +126,5 @@ def test_a_sealed_model_that_fails_is_not_run_again() -> None:
     model(torch.ones(2, 4))
     calls.clear()
     with pytest.raises(RuntimeError, match="negative"):
-        model.seal()(-torch.ones(2, 4))
+        model.seal(Counts())(-torch.ones(2, 4))
     assert len(calls) == 1

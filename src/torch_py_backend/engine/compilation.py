@@ -49,12 +49,7 @@ class Compiled:
         ConfigError: torch.compile does not accept the config's parameters.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        module: Callable[..., object],
-        counts: Counts,
-    ) -> None:
+    def __init__(self, config: ModelConfig, module: Callable[..., object]) -> None:
         parameters = config.options.compilation or {}
         if config.options.static_shapes:
             # There is one graph for each row count; torch compiles no more than its limits allow.
@@ -62,10 +57,9 @@ class Compiled:
             dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
             dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
         torch.compiler.set_stance("default")
-        self._counts = counts
+        self._counts: Counts | None = None
         self._eager = module
         self._marks_rows = config.max_batch_size > 1 and parameters.get("dynamic") is None
-        self._sealed = False
         try:
             self._compiled: Callable[..., object] = torch.compile(self._traced, **parameters)
         except Exception as error:  # torch.compile raises various errors for unknown values
@@ -75,7 +69,7 @@ class Compiled:
 
     def _traced(self, *args: object, **kwargs: object) -> object:
         # False where torch.compile traces this function: a compiled graph records nothing.
-        if not torch.compiler.is_compiling() and self._sealed:
+        if not torch.compiler.is_compiling() and self._counts is not None:
             self._counts.eager_calls += 1
             if self._counts.eager_calls == 1:
                 leaves = pytree.tree_leaves((args, kwargs))
@@ -109,15 +103,17 @@ class Compiled:
                 ' TORCH_COMPILE_OPTIONAL_PARAMETERS to {"disable": true} to serve it eagerly.',
             ) from error
 
-    def seal(self) -> Call:
+    def seal(self, counts: Counts) -> Call:
         """Compile no more graphs, and return the model: calls without a graph run eagerly.
+
+        `counts` counts those calls.
 
         A model with graph breaks continues eagerly where a graph is missing. "fail_on_recompile"
         would require to run the model again from its start, which would change inputs and buffers
         twice, and would fail compilations in hooks.
         """
         torch.compiler.set_stance("eager_on_recompile")
-        self._sealed = True
+        self._counts = counts
         return self._call
 
     def _begin_step(self, *args: object, **kwargs: object) -> Tree:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -87,7 +86,7 @@ class Engine:
         self.compiles = config.options.compilation is not None
         self._compiled: compilation.Compiled | None = None
         if self.compiles:
-            self._compiled = compilation.Compiled(config, loaded.module, self.counts)
+            self._compiled = compilation.Compiled(config, loaded.module)
         fixed = config.options.static_shapes or compilation.captures(config)
         self.rows = batches.row_counts(config, loaded.rows, fixed=fixed)
         self.padding = Padding(config) if config.options.pad else None
@@ -170,14 +169,13 @@ class Engine:
             counts.compiled_graphs, hits, misses = compilation.progress()
             if hits or misses:
                 counts.compile_cache["miss" if misses else "hit"] = 1
-            forward = self._compiled.seal()
+            forward = self._compiled.seal(counts)
         if self._shared is not None and self.failures.writes_buffers():
             raise sharing.not_shared_error(
                 "the model writes to its buffers, which other instances share"
             )
         self.failures.reset()
-        for field in dataclasses.fields(counts):  # without those of the warm-up
-            setattr(self.counts, field.name, getattr(counts, field.name))
+        self.counts = counts  # without those of the warm-up
         self._use(forward)
 
     def clean(self, results: Results = (), _: Entries = ()) -> Results:

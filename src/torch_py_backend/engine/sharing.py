@@ -9,7 +9,6 @@ requests until the model is loaded again.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -144,24 +143,12 @@ class SharedWeights:
         """
         if module is None:
             raise not_shared_error("the model exposes none")
-        if self.owns:
-            self._offer(named(module))
+        weights = named(module)
+        if not self.owns:
+            for name, tensor in weights.items():
+                # In place, as Module.to() does it, which would copy the weights of RNNs once more.
+                tensor.data = self._weights.get(name, tensor).to(self._device)
             return
-        for name, tensor in named(module).items():
-            # In place, as Module.to() does it, which would copy the weights of RNNs once more.
-            tensor.data = self._weights.get(name, tensor).to(self._device)
-
-    def lost(self) -> bool:
-        """Return whether the owner of the weights has ended."""
-        return self._owner is not None and procfs.start_time(self._owner[0]) != self._owner[1]
-
-    def close(self) -> None:
-        """Withdraw the offer. May be called twice."""
-        if self._listener is not None:
-            with contextlib.suppress(FileNotFoundError):  # the owner of a later load removed it
-                self._listener.close()
-
-    def _offer(self, weights: Mapping[str, Tensor]) -> None:
         offered = {
             name: weight.detach()
             for name, weight in weights.items()
@@ -186,6 +173,16 @@ class SharedWeights:
                 self._instance,
             )
 
+    def lost(self) -> bool:
+        """Return whether the owner of the weights has ended."""
+        return self._owner is not None and procfs.start_time(self._owner[0]) != self._owner[1]
+
+    def close(self) -> None:
+        """Withdraw the offer. May be called twice."""
+        if self._listener is not None:
+            with contextlib.suppress(FileNotFoundError):  # the owner of a later load removed it
+                self._listener.close()
+
     def _serve(self, listener: Listener, offered: Mapping[str, Tensor]) -> None:
         """Send the weights to each other instance of this load, as long as this process lives.
 
@@ -205,9 +202,6 @@ class SharedWeights:
 
 def named(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers, each under all of its names."""
-    return dict(
-        itertools.chain(
-            module.named_parameters(remove_duplicate=False),
-            module.named_buffers(remove_duplicate=False),
-        )
-    )
+    weights: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    weights.update(module.named_buffers(remove_duplicate=False))
+    return weights
