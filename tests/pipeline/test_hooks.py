@@ -132,6 +132,18 @@ def test_a_hook_that_fills_the_same_dict_for_each_row() -> None:
     outcomes = engine(Recorder(), both).run([item([1.0], [2.0]), item([3.0])])
     assert values(outcomes) == [[[4], [8]], [[12]]]
 
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {"x": torch.stack([row.pop("x") for row in rows])}
+
+    def forward(x: Tensor) -> Tensor:
+        assert not (x == 8).any()
+        return x
+
+    model = engine(Recorder(forward), {"preprocess": fill, "collate": collate})
+    good, bad = model.run([item([1.0], [2.0]), item([4.0])])
+    assert values([good]) == [[[2], [4]]]
+    assert isinstance(bad, ForwardError)
+
 
 def test_without_collate_rows_that_cannot_be_stacked_are_different_calls() -> None:
     module = Recorder()
@@ -418,6 +430,7 @@ def test_each_row_gets_its_part_of_a_result(result: Any, expected: list[Any]) ->
         pytest.param(torch.zeros(3, 2), "a Tensor of length 3", id="tensor"),
         pytest.param(["a"], "a list of length 1", id="list"),
         pytest.param({"a": (np.zeros(4),)}, "an ndarray of length 4", id="inside"),
+        pytest.param({"a": Hooks()}, "a Hooks", id="dataclass"),
     ],
 )
 def test_a_part_without_an_entry_for_each_row_is_refused(result: Any, part: str) -> None:

@@ -6,9 +6,11 @@ batch of prepared rows, or rows of equal shapes are stacked.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -113,7 +115,7 @@ class HookedPipeline:
         for row in rows:
             result = binding.call(call, row)
             # Before the next row: a hook may fill the same dict for each.
-            prepared.append(_tensors(result) if stacked else result)
+            prepared.append(_tensors(result) if stacked else _copied(result))
         if stacked and len(set(map(_key, prepared))) > 1:
             raise OutputError(
                 "preprocess() returned other names or shapes for other rows of one request",
@@ -155,7 +157,7 @@ class HookedPipeline:
             rows = columns[0].tolist()
             prepared = rows[0]
             if hooks.collate is not None:
-                prepared = hooks.collate.with_parameters(parameters)(rows)
+                prepared = hooks.collate.with_parameters(parameters)(list(map(_copied, rows)))
             elif self._batched:
                 prepared = {name: torch.stack([row[name] for row in rows]) for name in prepared}
             result = self._call_module(module, prepared)
@@ -252,6 +254,11 @@ def _tensors(row: Tree) -> Mapping[str, Tensor]:
         ) from None
 
 
+def _copied(row: Tree) -> Tree:
+    """Copy a dict or a list, which a hook may fill again, and collate() may change."""
+    return copy.copy(row) if isinstance(row, MutableMapping | list) else row
+
+
 def _key(row: Mapping[str, Tensor]) -> Hashable:
     """Return what the rows of a batch have in common."""
     return tuple([(name, part.shape, part.dtype, part.device) for name, part in row.items()])
@@ -269,7 +276,8 @@ def to_device(tree: Tree, device: torch.device, dtype: torch.dtype | None = None
 def split(result: Tree, rows: int) -> list[Tree]:
     """Split a result by rows: a tensor into slices, a list into entries.
 
-    Split the parts of tuples, dicts and outputs of transformers likewise. Repeat anything else.
+    Split the parts of tuples, dicts and outputs of transformers likewise. Repeat anything else, but
+    a dataclass, whose tensors are not found.
     """
     leaves, structure = pytree.tree_flatten(result, lambda part: isinstance(part, list))
     columns = []
@@ -277,10 +285,10 @@ def split(result: Tree, rows: int) -> list[Tree]:
         has_rows = isinstance(leaf, list)
         if isinstance(leaf, Tensor | np.ndarray):
             has_rows = leaf.ndim > 0
-        if has_rows and len(leaf) != rows:
+        if dataclasses.is_dataclass(leaf) or (has_rows and len(leaf) != rows):
+            size = f" of length {len(leaf)}" if has_rows else ""
             raise OutputError(
-                f"the result for {counted(rows, 'row')} holds {a_type(leaf)} of length"
-                f" {len(leaf)}, which"
+                f"the result for {counted(rows, 'row')} holds {a_type(leaf)}{size}, which"
                 " cannot be split by rows for postprocess()",
                 expected="tensors whose dimension 0 is the batch, and lists with an entry a row",
                 cure="Or write postprocess_batch(), which receives the unchanged result.",
