@@ -112,13 +112,6 @@ def test_files_of_another_backend_are_refused(
     assert files(backends) == before
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "a\n"])
-def test_name_that_is_a_path_is_refused(name: str, backends: Path) -> None:
-    with pytest.raises(ToolError, match="expected letters, digits"):
-        installation.uninstall(backends, name)
-    assert names(backends) == []
-
-
 def test_failed_installation_keeps_the_old_one(
     backends: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

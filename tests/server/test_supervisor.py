@@ -285,8 +285,7 @@ def test_a_crash_loop_has_growing_delays() -> None:
     delays = ["in 1 s", "in 2 s", "in 4 s", "in 8 s", "in 16 s", "in 32 s", *["in 60 s"] * 2]
     for attempt, (text, delay) in enumerate(zip(texts, delays, strict=False), 2):
         assert text.endswith(f"; loading it again {delay} (attempt {attempt} of 9)")
-    says = "no attempts are left, stays down until it is loaded through Triton's API"
-    assert says in texts[-1]
+    assert texts[-1] == f"{_DEAD}; no attempts are left"
     assert len(texts) == len(delays) + 1
 
 
@@ -410,7 +409,8 @@ def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
     server.unlisted = set() if listed else {"b"}
     server.start("b")
     server.die("b", copied=True)
-    server.after(0.2, "READY b 1, GIVEN UP b", "unload b", {"b": "stays down: was killed"})
+    why = "stays down: was killed; its files came with a load request: send that again"
+    server.after(0.2, "READY b 1, GIVEN UP b", "unload b", {"b": why})
     server.start("b")
     for unloads in (False, True):
         server.after(1, "READY b 1")
@@ -420,9 +420,7 @@ def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
             server.after(1, "RELEASED b")
             continue
         server.die("b", copied=True)
-        server.step()
-        assert "until it is loaded through Triton's API: its files" in server.events[0].text
-        server.after(100, "GIVEN UP b", "unload b", {"b": "stays down: was killed"})
+        server.after(100, "GIVEN UP b", "unload b", {"b": why})
         server.start("b")
 
 

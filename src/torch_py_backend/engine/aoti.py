@@ -192,7 +192,7 @@ def build(arguments: Mapping[str, str], path: str) -> None:
     def engine(module: Forward) -> Engine:
         return Engine(config, dataclasses.replace(loaded, module=module), device, user_hooks)
 
-    target, scratch = Path(path), instance_status.server_folder()
+    target, scratch = Path(path), instance_status.folder()
     with tempfile.TemporaryDirectory(dir=scratch) as folder, compilation.cached(config):
         draft = Path(folder, target.name)
         _write(draft, config, loaded, *_captured(engine, loaded.module))

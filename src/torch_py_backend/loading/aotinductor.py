@@ -103,7 +103,7 @@ def open_package(
     index = device.index if device is not None and device.type == "cuda" else -1
     with contextlib.ExitStack() as files:
         # Not where torch would unpack it: a process that Triton ends does not remove that.
-        folder = tempfile.mkdtemp(prefix="torch_py_backend-", dir=instance_status.server_folder())
+        folder = tempfile.mkdtemp(prefix="torch_py_backend-", dir=instance_status.folder())
         files.callback(shutil.rmtree, folder, ignore_errors=True)
         # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
         # library for each instruction set, to warn of what `mismatch` has compared, in 2 to 10 s.

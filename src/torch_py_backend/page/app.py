@@ -41,9 +41,6 @@ _STALE_S = 30.0
 # A connection ends with its response, after this time, or when so many newer ones were opened.
 _CONNECTION_S = 10.0
 _MAX_CONNECTIONS = 64
-# Connections that the kernel keeps until they are accepted, all of them at once.
-_BACKLOG = 512
-_MAX_REQUEST_BYTES = 16 << 10
 # Requests that are no HTTP are not worth a line.
 _SILENT = logging.getLogger(f"{__name__}.connections")
 _SILENT.disabled = True
@@ -91,15 +88,11 @@ class Page:
         config = uvicorn.Config(
             Starlette(routes=routes),
             http=connect,
-            loop="asyncio",
             ws="none",
             lifespan="off",
             log_config=None,  # that of this process stays as it is
             access_log=False,
-            server_header=False,
             headers=[("Connection", "close")],
-            backlog=_BACKLOG,
-            h11_max_incomplete_event_size=_MAX_REQUEST_BYTES,
         )
         config.load()  # its imports belong to this thread: others may import meanwhile
         self._server = uvicorn.Server(config)

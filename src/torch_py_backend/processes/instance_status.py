@@ -25,11 +25,8 @@ from torch_py_backend.files import replace
 
 # Every process of a server inherits this variable; it names the server's status folder.
 VARIABLE = "TORCH_PY_BACKEND_STATUS"
-SUFFIX = ".status"
-_REPORT = ".json"
-_SIZE = mmap.PAGESIZE
+_SUFFIX, _REPORT = ".status", ".json"
 _STATE_BITS = 3
-_STATES = (1 << _STATE_BITS) - 1
 
 
 class InstanceState(IntEnum):
@@ -71,16 +68,14 @@ class InstanceStatus:
     def __init__(self, identity: Identity | None = None) -> None:
         self._path: Path | None = None
         self._state: array[int] | memoryview[int] = array("Q", [_word(InstanceState.LOADING)])
-        folder = _folder()
-        if identity is not None and folder is not None:
-            self._path = folder / f"{identity.pid}{SUFFIX}"
+        if identity is not None and (parent := folder()) is not None:
+            self._path = parent / f"{identity.pid}{_SUFFIX}"
             self._report: dict[str, object] = {}
             self.report({"identity": identity._asdict()})
-            page = _word(InstanceState.LOADING).to_bytes(8, sys.byteorder)
-            replace(self._path, page.ljust(_SIZE, b"\0"), 0o600)
+            replace(self._path, self._state.tobytes(), 0o600)
             with self._path.open("r+b") as file:
                 # Reads and writes of an aligned word are atomic.
-                self._state = memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("Q")
+                self._state = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
 
     def report(self, document: Mapping[str, object]) -> None:
         """Add to the report; a load does so before Triton reports the model READY."""
@@ -122,7 +117,8 @@ def _word(state: InstanceState) -> int:
 
 
 def _status(word: int) -> Status:
-    return Status(InstanceState(word & _STATES), (word >> _STATE_BITS) * 1e-9)
+    state = InstanceState(word & ((1 << _STATE_BITS) - 1))
+    return Status(state, (word >> _STATE_BITS) * 1e-9)
 
 
 def start(config: ModelConfig) -> InstanceStatus:
@@ -134,23 +130,18 @@ def start(config: ModelConfig) -> InstanceStatus:
     return InstanceStatus(Identity(os.getpid(), config.name, config.instance, limit, copied))
 
 
-def _folder() -> Path | None:
-    folder = os.environ.get(VARIABLE)
-    return Path(folder) if folder and Path(folder).is_dir() else None
-
-
-def server_folder() -> Path | None:
-    """Return the temporary folder of the server that this process belongs to.
+def folder() -> Path | None:
+    """Return the status folder, in the temporary folder of the server that this process belongs to.
 
     None: that server was not started by this package, and its folder is not removed.
     """
-    folder = _folder()
-    return folder and folder.parent
+    path = os.environ.get(VARIABLE)
+    return Path(path) if path and Path(path).is_dir() else None
 
 
-def files(folder: Path) -> list[Path]:
+def files(status_folder: Path) -> list[Path]:
     """Return the status files of all instances that have not ended normally."""
-    return sorted(folder.glob(f"*{SUFFIX}"))
+    return sorted(status_folder.glob(f"*{_SUFFIX}"))
 
 
 def remove(path: Path) -> None:
@@ -170,7 +161,7 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path, self._report = path, path.with_suffix(_REPORT)
         with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.identity = Identity(**json.loads(self._report.read_bytes())["identity"])
 
     def read(self) -> Status:

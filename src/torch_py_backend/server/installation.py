@@ -16,7 +16,6 @@ from torch_py_backend.errors import ToolError
 
 NGC = Path("/opt/tritonserver")
 PACKAGE = Path(__file__).parents[1]
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _STUB = "triton_python_backend_stub"
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 # Characters that split a word of a shell, or change it.
@@ -65,8 +64,6 @@ def install(backends: Path, name: str) -> Path:
 
 def uninstall(backends: Path, name: str) -> bool:
     """Remove the backend folder `backends/name`; return whether it existed."""
-    if not _NAME.fullmatch(name):
-        raise ToolError(f"--name is '{name}'; expected letters, digits, _ and -.")
     target = backends / name
     if not target.exists():
         return False

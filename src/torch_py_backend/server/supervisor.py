@@ -44,7 +44,6 @@ _ACCEPTED_S = 30.0
 _NOT_ACCEPTED = "Triton did not accept it after its load, as when the machine stalled meanwhile"
 # A part of Triton's message for a process that has died.
 _DEAD = "is not healthy"
-_STAYS_DOWN = "stays down until it is loaded through Triton's API"
 
 
 class Event(NamedTuple):
@@ -220,7 +219,7 @@ class Supervisor:
         if model.phase is Phase.SERVING and now - model.since >= _STABLE_AFTER_S:
             model.attempts = 0
         if model.attempts >= self.restarts:
-            self._give_up(model, "GIVEN UP", reason, f"; no attempts are left, {_STAYS_DOWN}")
+            self._give_up(model, "GIVEN UP", f"{reason}; no attempts are left")
             return
         model.attempts += 1
         seconds = min(_MAX_DELAY_S, 2**model.attempts // 4)  # 0, 1, 2, 4 and so on
@@ -230,10 +229,10 @@ class Supervisor:
         attempt = f"attempt {model.attempts} of {self.restarts}"
         self._report("DOWN", model.name, f"{reason}; loading it again {when} ({attempt})")
 
-    def _give_up(self, model: ModelRecord, kind: str, reason: str, consequence: str = "") -> None:
+    def _give_up(self, model: ModelRecord, kind: str, reason: str) -> None:
         """Report that a model stays down; FAILED: another load would fail in the same way."""
         self._enter(model, Phase.GIVEN_UP, reason)
-        self._report(kind, model.name, f"{reason}{consequence}")
+        self._report(kind, model.name, reason)
 
     def _begin_load(self, model: ModelRecord) -> None:
         self._enter(model, Phase.LOADING, model.reason)
@@ -257,8 +256,7 @@ class Supervisor:
             model.call = self.client.unload(model.name)
         elif call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             reason = f"its load took longer than {self.load_seconds:g} s (--load-timeout)"
-            consequence = "; only a new server can load it if Triton waits for it"
-            self._give_up(model, "GIVEN UP", reason, consequence)
+            self._give_up(model, "GIVEN UP", reason)
         elif model.death or model.attempts or _DEAD in error:
             self._retry(model, model.death or error)
         else:
@@ -275,8 +273,8 @@ class Supervisor:
             self._report("FAILED", name, reason)
         elif model is not None and model.phase is Phase.SERVING:
             if failure.identity.copied:
-                consequence = f"; {_STAYS_DOWN}: its files came with the load request"
-                self._give_up(model, "GIVEN UP", reason, consequence)
+                reason += "; its files came with a load request: send that again"
+                self._give_up(model, "GIVEN UP", reason)
             else:
                 self._retry(model, reason)
             model.call = self.client.unload(name)
@@ -308,8 +306,10 @@ class Supervisor:
 
     def _missing_part(self, model: ModelRecord) -> str:
         """Return the part of an ensemble that failed and does not serve again; empty: none."""
-        parts = (self._models.get(name) for name in model.parts)
-        return next((part.name for part in parts if part and part.phase is not Phase.SERVING), "")
+        for name in model.parts & self._models.keys():
+            if self._models[name].phase is not Phase.SERVING:
+                return name
+        return ""
 
     def _advance(self, model: ModelRecord) -> None:
         """Start a load that is due, and end one that Triton has forgotten."""
