@@ -165,6 +165,3 @@ def test_environment_leads_to_this_python(tmp_path: Path, monkeypatch: pytest.Mo
     first = Path(values["PATH"].split(os.pathsep)[0])
     assert (first / "python3").resolve() == Path(sys.executable).resolve()
     assert values["LD_LIBRARY_PATH"].endswith(f"{os.pathsep}/somewhere")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(ToolError, match="is not this Python"):
-        triton.environment()

@@ -1,4 +1,4 @@
-"""`--reload`: models whose files change are loaded again; tests/live runs servers."""
+"""`--reload` and arguments for tritonserver; tests/live runs servers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend.server import serving
-from torch_py_backend.server.serving import Reloader
+from torch_py_backend.errors import ToolError
+from torch_py_backend.server import serving, tritonserver
+from torch_py_backend.server.serving import Reloader, Serving
 
 
 class Fake:
@@ -101,3 +102,21 @@ def test_version_folders_that_are_links(repository: Path, tmp_path: Path) -> Non
         version.unlink()
         version.symlink_to(tmp_path / folder)
         assert fake.run(3) == ["digits"]
+
+
+def _serving(path: Path, arguments: str) -> Serving:
+    return Serving(path, print, (0, 0, 0, 0), arguments=arguments.split(), allow_empty=True)
+
+
+def test_both_spellings_of_arguments(tmp_path: Path) -> None:
+    words = "--log-verbose 1 --exit-timeout-secs=5 --load-models=c --exit-timeout-secs 7"
+    server = _serving(tmp_path, words).server
+    assert server.exit_seconds == 7
+    assert server.arguments[1:] == ["--log-verbose", "1", "--load-models=c"]
+    assert _serving(tmp_path, "").server.exit_seconds == tritonserver.EXIT_SECONDS
+
+
+@pytest.mark.parametrize("argument", ["--model-control-mode=poll", "--http-port 1"])
+def test_arguments_that_serve_itself_uses_are_refused(argument: str, tmp_path: Path) -> None:
+    with pytest.raises(ToolError, match=r"`serve` sets --[mh]"):
+        _serving(tmp_path, argument)

@@ -39,28 +39,6 @@ def test_paths_that_a_shell_changes(
         pass
 
 
-def test_both_spellings_of_arguments() -> None:
-    words = "--load-model=a --log-verbose 1 --exit-timeout-secs=5 --load-model b --load-models=c"
-    parsed = tritonserver.parse_arguments([*words.split(), "--exit-timeout-secs", "7"])
-    assert (parsed.load_model, parsed.exit_timeout_secs) == (["a", "b"], 7)
-    assert parsed.others == ["--log-verbose", "1", "--load-models=c"]
-    assert tritonserver.parse_arguments([]).exit_timeout_secs == tritonserver.EXIT_SECONDS
-
-
-@pytest.mark.parametrize(
-    ("argument", "says"),
-    [
-        ("--exit-timeout-secs=soon", "invalid int"),
-        ("--load-model", "expected one argument"),
-        ("--model-control-mode=poll", "sets --"),
-        ("--http-port 1", "sets --"),
-    ],
-)
-def test_arguments_that_serve_itself_uses_are_refused(argument: str, says: str) -> None:
-    with pytest.raises(ToolError, match=says):
-        tritonserver.parse_arguments(argument.split())
-
-
 def test_restrictions_are_as_documented(tmp_path: Path) -> None:
     server = Server(tmp_path, restrict=tritonserver.SENSITIVE, key="SECRET")
     assert server._arguments[-2:] == _DOCUMENTED

@@ -65,7 +65,7 @@ def check(
 def machine_problems() -> Iterator[str]:
     """Yield the problems of this machine, one sentence each, with their cure."""
     try:
-        TritonInstallation().environment()
+        TritonInstallation()
     except ToolError as error:
         yield str(error)
     size = shutil.disk_usage("/dev/shm").total  # noqa: S108  Triton's regions

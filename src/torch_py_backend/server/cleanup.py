@@ -84,8 +84,12 @@ def sweep() -> None:
                         remove(path.name.removesuffix(_OWNER), folder)
 
 
-def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool:
-    """Return whether the server with this status folder has started a process that still runs."""
+def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool | None:
+    """Return whether the server with this status folder has started a process.
+
+    None: unknown, because it has ended or is just ending.
+    """
     with contextlib.suppress(psutil.Error, OSError):
-        return bool(process.environ().get(instance_status.VARIABLE) == str(status_folder))
-    return False
+        if variables := process.environ():
+            return bool(variables.get(instance_status.VARIABLE) == str(status_folder))
+    return None

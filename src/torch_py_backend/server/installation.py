@@ -147,13 +147,7 @@ class TritonInstallation:
 
     def environment(self) -> dict[str, str]:
         """Return the variables with which the server finds its libraries and this Python."""
-        folder = Path(sys.executable).parent
-        python3 = folder / "python3"
-        if python3.resolve() != Path(sys.executable).resolve():
-            raise ToolError(
-                f"Triton's stub runs the first python3 on PATH, and {python3} is not this Python"
-                f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
-            )
-        path = f"{folder}:{os.environ.get('PATH', os.defpath)}"
+        # Triton's stub runs the first python3 on PATH.
+        path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
         libraries = [*map(str, self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
         return os.environ | {"PATH": path, "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}

@@ -118,7 +118,7 @@ class _Instance:
             process = psutil.Process(self.identity.pid)
             # Otherwise the instance has ended, and its process ID belongs to another process.
             # Checked once: a process may overwrite its environment, as setproctitle does.
-            if cleanup.belongs_to_server(process, reader.path.parent):
+            if cleanup.belongs_to_server(process, reader.path.parent) is not False:
                 self._process = process
                 # Triton's stub has it on its command line.
                 words = process.cmdline()

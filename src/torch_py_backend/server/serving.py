@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import time
@@ -21,6 +22,11 @@ _STEP_S = 0.1
 _POLL_S = 1.0
 # Folders that are written by loads of a model, and by Python.
 _IGNORED = ("compile_cache", "__pycache__")
+# Arguments of tritonserver that `serve` sets itself, and uses.
+_REFUSED = (
+    *("model-control-mode", "model-repository", *tritonservers.RESTRICTIONS),
+    *("http-port", "allow-http", "grpc-port", "allow-grpc", "metrics-port"),
+)
 
 
 @dataclass(repr=False)
@@ -54,7 +60,13 @@ class Serving:
     health_address: str = field(init=False)
 
     def __post_init__(self) -> None:
-        parsed = tritonservers.parse_arguments(self.arguments)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--load-model", action="append", default=[])
+        parser.add_argument("--exit-timeout-secs", type=int, default=tritonservers.EXIT_SECONDS)
+        parsed, others = parser.parse_known_args(self.arguments)
+        for word in others:
+            if word.removeprefix("--").partition("=")[0] in _REFUSED:
+                raise ToolError(f"`serve` sets {word} itself; use the options before --.")
         # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
         self._names = [name for name in parsed.load_model if name != "*"]
         self.server = tritonservers.Server(
@@ -62,7 +74,7 @@ class Serving:
             ports=self.ports[:3],
             address=self.address,
             executable=self.tritonserver,
-            arguments=["--model-control-mode=explicit", *parsed.others],
+            arguments=["--model-control-mode=explicit", *others],
             restrict=self.restrict,
             key=self.key,
             exit_seconds=parsed.exit_timeout_secs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -51,12 +50,7 @@ _POLL_FAILED = (
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 # With these a client can run code, read memory or write files.
 SENSITIVE = ("model-repository", "shared-memory", "trace", "logging")
-_RESTRICTIONS = ("http-restricted-api", "grpc-restricted-protocol")
-# What `serve` sets itself, and uses.
-_REFUSED = (
-    *("model-control-mode", "model-repository", *_RESTRICTIONS),
-    *("http-port", "allow-http", "grpc-port", "allow-grpc", "metrics-port"),
-)
+RESTRICTIONS = ("http-restricted-api", "grpc-restricted-protocol")
 
 
 @dataclass(repr=False)
@@ -98,11 +92,9 @@ class Server:
         addresses = [client_address(self.address, port) for port in ports]
         self.http_address, self.grpc_address, self.metrics_address = addresses
         # libevent and gRPC write an IPv6 address in their own ways.
-        http, grpc = (
-            (f"ipv6:{self.address}", f"[{self.address}]")
-            if ":" in self.address
-            else (self.address, self.address)
-        )
+        is_6 = ":" in self.address
+        http = f"ipv6:{self.address}" if is_6 else self.address
+        grpc = f"[{self.address}]" if is_6 else self.address
         self._arguments = [
             f"--model-repository={self.repository}",
             f"--cache-directory={self._triton.python_backend.parents[1] / 'caches'}",
@@ -113,7 +105,7 @@ class Server:
         ]
         if self.restrict:
             value = f"{','.join(self.restrict)}:{KEY_HEADER}={self.key}"
-            self._arguments += [f"--{option}={value}" for option in _RESTRICTIONS]
+            self._arguments += [f"--{option}={value}" for option in RESTRICTIONS]
         self.client = TritonClient(
             self.http_address,
             self.grpc_address,
@@ -213,26 +205,6 @@ def create_log() -> Path:
     """Return a new temporary file for the log of a server."""
     with tempfile.NamedTemporaryFile(prefix="tritonserver-", suffix=".log", delete=False) as file:
         return Path(file.name)
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return `load_model` and `exit_timeout_secs`, which `serve` uses, and the `others`.
-
-    Raises:
-        ToolError: an argument cannot be used with `serve`.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--load-model", action="append", default=[])
-    parser.add_argument("--exit-timeout-secs", type=int, default=EXIT_SECONDS)
-    try:
-        parsed, others = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ToolError(f"{error}.") from None
-    for name in _REFUSED:
-        if any(word.partition("=")[0] == f"--{name}" for word in others):
-            raise ToolError(f"`serve` sets --{name} itself; use the options before --.")
-    parsed.others = others
-    return parsed
 
 
 def client_address(address: str, port: int) -> str:
