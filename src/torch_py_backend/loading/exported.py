@@ -44,29 +44,25 @@ def load(
     if device is not None:
         program = move_to_device_pass(program, device)
     module = program.module()
-    signature = _signature(program, module)
-    rows = _rows(program) if config.max_batch_size else ANY_ROWS
+    signature, values = _inputs(program, module)
+    rows = _rows(program, values) if config.max_batch_size else ANY_ROWS
     return Loaded(artifact, module, signature, module, rows)
 
 
 def describe(path: Path) -> tuple[Values, Values, Rows]:
     """Return the inputs and outputs of a program by name, as traced, and its rows."""
     program = _read(path)
-    signature = _signature(program, program.module())
+    signature, inputs = _inputs(program, program.module())
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    output_nodes = program.graph_signature.user_outputs
+    nodes = program.graph_signature.user_outputs
     out_spec: Any = program.call_spec.out_spec
-    names = results.leaf_names(pytree.tree_unflatten(list(range(len(output_nodes))), out_spec))
-    inputs = {
-        argument.name: value
-        for argument, value in zip(signature.arguments, _input_values(program), strict=True)
-    }
+    names = results.leaf_names(pytree.tree_unflatten(list(range(len(nodes))), out_spec))
+    # None and numbers in a result are not outputs.
     outputs = {
-        name: values[node]
-        for name, node in zip(names, output_nodes, strict=True)
-        if node in values  # None and numbers in a result are not outputs
+        name: values[node] for name, node in zip(names, nodes, strict=True) if node in values
     }
-    return inputs, outputs, _rows(program)
+    arguments = (argument.name for argument in signature.arguments)
+    return dict(zip(arguments, inputs, strict=True)), outputs, _rows(program, inputs)
 
 
 def _read(path: Path) -> ExportedProgram:
@@ -76,36 +72,25 @@ def _read(path: Path) -> ExportedProgram:
         return torch.export.load(path)
 
 
-def _signature(program: ExportedProgram, module: nn.Module) -> Signature:
+def _inputs(program: ExportedProgram, module: nn.Module) -> tuple[Signature, list[Any]]:
+    """Return the signature, and the inputs as traced: fake tensors and symbolic numbers."""
     in_spec: Any = program.call_spec.in_spec
-    constants = {
-        index: argument.value
-        for index, argument in enumerate(_user_inputs(program))
-        if hasattr(argument, "value")
-    }
-    names = list(inspect.signature(module.forward).parameters)
-    return introspection.from_tree(in_spec, constants, names)
-
-
-def _user_inputs(program: ExportedProgram) -> list[Any]:
-    """Return the leaves of the call tree; those with a `value` were constants at the export."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    constants: dict[int, Any] = {}
+    values = []
     kind = torch.export.graph_signature.InputKind.USER_INPUT
-    return [spec.arg for spec in program.graph_signature.input_specs if spec.kind is kind]
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is kind]
+    for leaf, argument in enumerate(spec.arg for spec in specs):
+        if hasattr(argument, "value"):  # it was a constant at the export
+            constants[leaf] = argument.value
+        else:
+            values.append(nodes[argument.name].meta["val"])
+    names = list(inspect.signature(module.forward).parameters)
+    return introspection.from_tree(in_spec, constants, names), values
 
 
-def _input_values(program: ExportedProgram) -> list[Any]:
-    """Return fake tensors and symbolic numbers: the inputs as traced, without constants."""
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    return [
-        nodes[argument.name].meta["val"]
-        for argument in _user_inputs(program)
-        if not hasattr(argument, "value")
-    ]
-
-
-def _rows(program: ExportedProgram) -> Rows:
+def _rows(program: ExportedProgram, values: list[Any]) -> Rows:
     """Return how many rows the program takes: the size of dimension 0 that all inputs share."""
-    values = _input_values(program)
     sizes = [value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim]
     if len({str(size) for size in sizes}) != 1:
         return ANY_ROWS

@@ -57,14 +57,18 @@ class AliasOnCopy(TorchDispatchMode):
             and has_plain_storage(weight := args[0])
             and has_plain_storage(mapped := args[1])
             and storage_id(mapped) in self._mapped
-            and (weight.device, weight.dtype) == (mapped.device, mapped.dtype)
-            and (weight.shape, weight.stride()) == (mapped.shape, mapped.stride())
+            and weight.type() == mapped.type()  # the same device and dtype
+            and weight.shape == mapped.shape
+            and weight.is_contiguous()
+            and mapped.is_contiguous()
             and has_no_other_views(weight)
             # Two weights that are one in the file must differ after the model writes into one.
             and self._weights.setdefault(mapped.data_ptr(), weight) is weight
         ):
-            alias(weight, mapped)
-            return weight
+            # The storage becomes the weight's own: readers return one for all tensors of a file.
+            start = mapped.storage_offset() * mapped.element_size()
+            storage = mapped.untyped_storage()[start : start + mapped.nbytes]
+            return weight.set_(storage, 0, weight.shape, weight.stride())
         return func(*args, **(kwargs or {}))
 
 
@@ -93,18 +97,6 @@ def storage_id(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage; the address is 0 for all storages of no bytes."""
     number: int = tensor.untyped_storage()._cdata
     return number
-
-
-def alias(weight: Tensor, mapped: Tensor) -> None:
-    """Make a weight, which stays the same object, a view of the memory of `mapped`."""
-    # The storage becomes the weight's own: readers return one storage for all tensors of a file.
-    itemsize = mapped.element_size()
-    dims = zip(mapped.shape, mapped.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in dims)
-    start = mapped.storage_offset() * itemsize
-    storage = mapped.untyped_storage()[start : start + (last + 1) * itemsize]
-    with torch.no_grad():
-        weight.set_(storage, 0, mapped.shape, mapped.stride())
 
 
 def share(weights: Iterable[object], archive: Path) -> None:
@@ -171,11 +163,10 @@ class Mapped(NamedTuple):
 def measure(weights: Iterable[object]) -> Mapped:
     """Return which weights are in mapped files, according to /proc/self/maps."""
     edges: list[int] = []  # the start and the end of each mapped file, in ascending order
-    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            addresses, _, _, _, inode, *_ = line.split()
-            if inode != "0":
-                edges += (int(address, 16) for address in addresses.split("-"))
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        addresses, _, _, _, inode, *_ = line.split()
+        if inode != "0":
+            edges += (int(address, 16) for address in addresses.split("-"))
     shared = total = 0
     storages = {storage_id(weight): weight for weight in weights if has_plain_storage(weight)}
     for weight in storages.values():

@@ -10,6 +10,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -131,7 +132,7 @@ def build_uninitialized(
     with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
         for name, function in inspect.getmembers(nn.init, inspect.isfunction):
             if name.endswith("_") and "generator" in inspect.signature(function).parameters:
-                stack.enter_context(mock.patch.object(nn.init, name, _skipping(function)))
+                stack.enter_context(mock.patch.object(nn.init, name, partial(_skip, function)))
         built = build()
         drew = not torch.equal(torch.random.get_rng_state(), random_state)
         if isinstance(built, nn.Module) and not drew and _fills(saved(), built):
@@ -140,15 +141,10 @@ def build_uninitialized(
     return build()
 
 
-def _skipping(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of nn.init that draws only from a generator of the module's own."""
-
-    def skip(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
-        values = (*args, *kwargs.values())
-        has_generator = any(isinstance(value, torch.Generator) for value in values)
-        return function(tensor, *args, **kwargs) if has_generator else tensor
-
-    return skip
+def _skip(function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Call a function of nn.init only if it draws from a generator of the module's own."""
+    has_generator = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+    return function(tensor, *args, **kwargs) if has_generator else tensor
 
 
 def _fills(saved: Mapping[str, object], module: nn.Module) -> bool:
