@@ -55,10 +55,9 @@ class Artifact:
     @property
     def source(self) -> Path | None:
         """The file that may register what a complete artifact needs, and is imported before it."""
-        if self.kind in (ArtifactType.MODULE, ArtifactType.FACTORY):
-            return None
-        paths = (self.path.with_suffix(".py"), self.path.with_name("model.py"))
-        return next(filter(Path.is_file, paths), None)
+        path = self.path.with_name("model.py")
+        has_code = self.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
+        return path if path.is_file() and not has_code else None
 
     def weight_files(self) -> list[Path]:
         """Return the files of its weights, an index before its shards."""
@@ -130,7 +129,7 @@ def defines_module(source: Path) -> bool:
 
 
 def _model_file(config: ModelConfig) -> Path:
-    folder, options, name = config.version_folder, config.options, config.default_model_filename
+    folder, name = config.version_folder, config.default_model_filename
     names: tuple[str, ...] = _DEFAULTS if name is None else (name,)
     if name == "model.pt":
         # Triton sets it for `platform: "pytorch_libtorch"`, even if there is no such file.
@@ -147,8 +146,7 @@ def _model_file(config: ModelConfig) -> Path:
             cure="Put the model there, or name its file with default_model_filename.",
         )
     first, *others = present
-    selected = options.model_class or options.model_factory or options.weights
-    if first.suffix == ".py" and not selected and not defines_module(first):
+    if first.suffix == ".py" and not defines_module(first):
         # It is not the model if there is a model without further files.
         complete = (path for path in others if isinstance(file_type(path), ArtifactType))
         return next(complete, first)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.machinery
-import importlib.util
 import inspect
 import os
 import pkgutil
@@ -14,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -42,13 +41,11 @@ def import_source(path: Path) -> ModuleType:
     name = f"torch_py_backend_model_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
-    loader = importlib.machinery.SourceFileLoader(name, str(path))
-    spec = importlib.machinery.ModuleSpec(name, loader, origin=str(path))
-    spec.has_location = True  # the module has __file__
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(path)
     try:
         with importing_from(path.parent):
-            loader.exec_module(module)
+            SourceFileLoader(name, str(path)).exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ArtifactError(f"{path.name} fails at {error_location(error, path)}") from error
@@ -182,12 +179,9 @@ def _select(config: ModelConfig, path: Path) -> Any:
     source, name = import_source(path), config.options.model_factory or config.options.model_class
     classes = module_classes(source)
     functions = {
-        name: value
-        for name, value in vars(source).items()
-        if inspect.isfunction(value)
-        and value.__module__ == source.__name__
-        and not name.startswith("_")
-        and name != "example_inputs"
+        name: function
+        for name, function in inspect.getmembers(source, inspect.isfunction)
+        if function.__module__ == source.__name__ and name[0] != "_" and name != "example_inputs"
     }
     candidates: Mapping[str, Any] = classes or functions
     if name is not None:
@@ -197,7 +191,7 @@ def _select(config: ModelConfig, path: Path) -> Any:
         candidates = {name: value} if is_usable else {}
     elif config.python_runtime:  # as Triton's own runtime does, which serves imported classes, too
         classes = classes or module_classes(source, imported=True)
-        candidates = {name: classes[name] for name in sorted(classes)[:1]} or functions
+        candidates = dict([*classes.items()][:1]) or functions
     distinct = {id(value): value for value in candidates.values()}  # a class may have two names
     if len(distinct) == 1:
         return distinct.popitem()[1]
@@ -210,13 +204,12 @@ def _select(config: ModelConfig, path: Path) -> Any:
 
 
 def module_classes(source: ModuleType, *, imported: bool = False) -> dict[str, type]:
-    """Return the public classes of modules that a source file defines, or also imports."""
+    """Return the public classes of modules that a source file defines, or also imports, by name."""
     return {
         name: value
-        for name, value in vars(source).items()
-        if isinstance(value, type)
-        and issubclass(value, nn.Module)
-        and not name.startswith("_")
+        for name, value in inspect.getmembers(source, inspect.isclass)
+        if issubclass(value, nn.Module)
+        and name[0] != "_"
         and value.__module__.partition(".")[0] != "torch"
         and (imported or value.__module__ == source.__name__)
     }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -17,8 +16,6 @@ from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Forward, Loaded
 
 log = logging.getLogger(__name__)
-
-Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Loaded]"
 
 _SCRIPT, _PACKAGE = ArtifactType.TORCHSCRIPT, ArtifactType.AOTI
 _PROGRAMS = (ArtifactType.EXPORTED, _PACKAGE)
@@ -90,7 +87,7 @@ def import_beside(artifact: Artifact) -> None:
         log.warning("%s %s is loaded without it.", error, artifact.path.name)
 
 
-LOADERS: Mapping[ArtifactType, Loader] = {
+LOADERS = {
     ArtifactType.TORCHSCRIPT: torchscript.load,
     ArtifactType.MODULE: python_source.load,
     ArtifactType.FACTORY: python_source.load,

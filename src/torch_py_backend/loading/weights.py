@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch_py_backend.loading.discovery import Artifact
 
 _Built = TypeVar("_Built")
 
-# The most characters of torch's reasons in a message.
+# The most characters of torch's reason in a message.
 _LONGEST = 2000
 _SAVE = (
     "Save module.state_dict() of the class that is served, not of a DataParallel or compiled module"
@@ -66,12 +65,9 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
         with contextlib.nullcontext() if copied else mapped_files.AliasOnCopy(state.values()):
             module.load_state_dict(state)
     except Exception as error:  # the module may load the entries with code of its own
-        # torch's first line says only that there are errors.
-        lines = f"{type(error).__name__}: {error}".splitlines()
-        reasons = "; ".join(line.strip(" \t.") for line in lines[1:] or lines)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
         raise ArtifactError(
-            f"the weights in {artifact.weights.name} do not fit the module:"
-            f" {printable(textwrap.shorten(reasons, _LONGEST, placeholder=' ...'))}",
+            f"the weights in {artifact.weights.name} do not fit the module: {printable(reason)}",
             cure=_SAVE,
         ) from error
 
