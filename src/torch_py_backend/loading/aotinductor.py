@@ -60,7 +60,7 @@ def load(
     # A tree would only be built to be flattened again.
     signature = dataclasses.replace(introspection.from_tree(in_spec, {}), unflatten=None)
     config = binding.with_controls(config, signature)
-    names = signature.leaves or ()
+    names = tuple(signature.leaves or ())
     # Inputs of hooks, or of a wrong number, are others than the leaves.
     fits = len(names) == len(config.inputs) and all(spec.dtype.torch for spec in config.inputs)
     if fits:

@@ -39,7 +39,7 @@ def is_path(name: str) -> bool:
     return _PATH.fullmatch(name) is not None
 
 
-def path_text(root: str, path: Path) -> str:
+def path_text(root: str, path: Sequence[int | str]) -> str:
     """Return the text of a path: `ARGS[2][key]`."""
     return root + "".join(f"[{key}]" for key in path)
 
@@ -92,8 +92,8 @@ class Signature:
     """The signature of a loaded artifact.
 
     Attributes:
-        leaves: for an artifact that contains its own call tree: the paths of its tensors, each of
-            which is an argument here. None: the call tree follows from the inputs.
+        leaves: for an artifact that contains its own call tree: the arguments, which are its
+            tensors, by their paths. None: the call tree follows from the inputs.
         unflatten: a function that builds (args, kwargs) of such a tree from its leaves; None: they
             are its arguments.
         name: the name of the function, for messages.
@@ -102,7 +102,7 @@ class Signature:
     """
 
     arguments: tuple[Argument, ...]
-    leaves: tuple[str, ...] | None = None
+    leaves: Mapping[str, str] | None = None
     unflatten: Callable[..., tuple[Sequence[object], Mapping[str, object]]] | None = None
     name: str = "forward"
     torchscript: bool = False
@@ -142,13 +142,12 @@ class Signature:
 
     def place(self, name: str) -> Place | None:
         """Return the leaf that a name stands for, whatever the other names are; None: no leaf."""
+        name = (self.leaves or {}).get(name, name)
         if name in self.named:
             return name, ()
         number, below = ordinal(name), Path()
         path, any_keyword = _PATH.fullmatch(name), self.has(Passing.VAR_KEYWORD)
-        if self.leaves is not None:
-            number = self.leaves.index(name) if name in self.leaves else number
-        elif path is not None:
+        if path is not None and self.leaves is None:
             keys = re.findall(r"[^\[\]]+", path[2])
             first, below = keys[0] if keys else "", tuple(map(_key, keys[1:]))
             if path[1] == "KWARGS" and (first in self.named or (any_keyword and first)):

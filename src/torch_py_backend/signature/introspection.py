@@ -151,18 +151,18 @@ def from_tree(
     numbers = range(spec.num_leaves)
     args, kwargs = pytree.tree_unflatten(list(numbers), spec)
     paths, _ = pytree.tree_flatten_with_path((args, kwargs))
-    tensors = [list(map(path_key, path)) for path, number in paths if number not in constants]
-    leaves = [path_text("KWARGS" if root else "ARGS", tuple(keys)) for root, *keys in tensors]
-    positional = [*names, *(f"arg{number}" for number in range(len(names), len(args)))]
-    own = {f"ARGS[{number}]": name for number, name in enumerate(positional)}
-    own = {leaf: name for leaf, name in own.items() if leaf in leaves}
+    tensors = [tuple(map(path_key, path)) for path, number in paths if number not in constants]
+    positional = [*names[: len(args)], *(f"arg{n}" for n in range(len(names), len(args)))]
     keys = [str(path[-1]) for path in tensors]
-    arguments = []
-    for leaf, key in zip(leaves, keys, strict=True):
+    leaves = {}
+    for (root, *path), key in zip(tensors, keys, strict=True):
+        leaf = path_text("KWARGS" if root else "ARGS", path)
         # A tensor in a container has the name of its key, if that is not ambiguous.
-        is_name = keys.count(key) == 1 and not key.isdecimal() and key not in own.values()
-        name = own.get(leaf, key if is_name else leaf)
-        arguments.append(Argument(name, passing=Passing.POSITIONAL_ONLY))
+        is_name = keys.count(key) == 1 and not key.isdecimal() and key not in positional
+        leaves[leaf] = key if is_name else leaf
+        if not root and len(path) == 1:
+            leaves[leaf] = positional[int(key)]
+    arguments = [Argument(name, passing=Passing.POSITIONAL_ONLY) for name in leaves.values()]
 
     def unflatten(columns: Sequence[object]) -> tuple[Sequence[object], Mapping[str, object]]:
         remaining = iter(columns)
@@ -171,7 +171,7 @@ def from_tree(
         return args, kwargs
 
     is_flat = not constants and not kwargs and list(args) == list(numbers)
-    return Signature(tuple(arguments), tuple(leaves), None if is_flat else unflatten)
+    return Signature(tuple(arguments), leaves, None if is_flat else unflatten)
 
 
 def path_key(key: object) -> int | str:
