@@ -46,9 +46,9 @@ class LocalServer:
     Args:
         repository: the model repository: a folder, or the URL of one in an object store.
         http_port, grpc_port, metrics_port: 0 takes a free one.
-        reload, allow_empty, cache, tritonserver: as the options of `torch-py-backend serve`.
         arguments: more arguments for tritonserver itself.
         timeout: seconds until every model is READY.
+        reload, allow_empty, cache, tritonserver: as the options of `torch-py-backend serve`.
 
     Attributes:
         http_address, grpc_address, metrics_address: host and port; empty: the server does not run.

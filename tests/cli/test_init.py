@@ -116,7 +116,7 @@ _INPUT = "--input=x:FP32:4"
 def test_init_without_examples(tmp_path: Path) -> None:
     """Inputs that are unknown, or that the model cannot take, are refused, and nothing is made."""
     torch.jit.script(models.Affine()).save(tmp_path / "net.pt")
-    says = "does not define the shapes that"
+    says = "does not define their shapes"
     refuse(says, "init", "net.pt", cwd=tmp_path)
     refuse("cannot be multiplied", "init", "net.pt", "--input=x:FP32:5", cwd=tmp_path)
     assert not (tmp_path / "net").exists()

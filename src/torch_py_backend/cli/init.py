@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import tempfile
 import urllib.parse
@@ -18,9 +17,6 @@ from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ToolError, about
 from torch_py_backend.model_folders import archive, artifact_files, creation
-
-# NAME:TYPE:DIMS; DIMS are numbers separated by x.
-_INPUT = re.compile(r"(?P<name>.+):(?P<type>\w+):(?P<dims>(?:-1|\d+)(?:x(?:-1|\d+))*)?")
 
 
 def init(
@@ -84,12 +80,13 @@ def init(
         settings: JsonObject = {}
         if absolute.suffix == ".mar":
             absolute, settings = archive.unpack(absolute, Path(scratch))
-        artifact = artifact_files.find(absolute, example, tensors=tensors or bool(entries))
-        artifact.settings, artifact.inputs = settings, entries or artifact.inputs
+        files, needs = artifact_files.find(absolute, example, tensors=tensors or bool(entries))
+        if entries:
+            needs["input"] = entries
         if model_class:
-            artifact.parameters["MODEL_CLASS"] = model_class
+            needs["parameters"] = pbtxt.parameters({"MODEL_CLASS": model_class})
         creation.check_name(name)
-        report = creation.create(target, artifact, force=force)
+        report = creation.create(target, files, needs, settings, force=force)
     typer.echo(f"made {target}")
     print_report(Console(soft_wrap=True, highlight=False, emoji=False), "OK", f"{name} 1", report)
     url = f"http://127.0.0.1:8000/v2/models/{urllib.parse.quote(name)}/infer"
@@ -100,13 +97,14 @@ def init(
 
 def _parse_input(text: str) -> JsonObject:
     """Return the entry of config.pbtxt for NAME:TYPE:DIMS."""
-    match = _INPUT.fullmatch(text)
-    types = {dtype.triton: dtype for dtype in dtypes.TABLE}
-    if match is None or match["type"] not in types:
+    try:
+        name, datatype, dims = text.rsplit(":", 2)
+        data_type = dtypes.from_triton(datatype).config
+        sizes = [int(size) for size in dims.split("x") if size]
+    except (ValueError, KeyError):
+        types = ", ".join(dtype.triton for dtype in dtypes.TABLE)
         raise ToolError(
             f"--input is '{text}'; expected NAME:TYPE:DIMS such as x:FP32:3x224x224, with one of"
-            f" the types {', '.join(types)}."
-        )
-    dims = [int(size) for size in match["dims"].split("x")] if match["dims"] else []
-    data_type = types[match["type"]].config
-    return {"name": match["name"], "data_type": data_type, **pbtxt.dims_entry(dims)}
+            f" the types {types}."
+        ) from None
+    return {"name": name, "data_type": data_type, **pbtxt.dims_entry(sizes)}

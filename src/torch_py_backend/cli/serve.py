@@ -160,10 +160,9 @@ def _say(text: str, color: str | None = None) -> None:
 
 def reap_orphans(server: int) -> None:
     """Reap orphaned processes, but not the server, if this is the first process of a container."""
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with contextlib.suppress(ChildProcessError):  # no child processes
-        while os.getpid() == 1:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            # The server is waited for elsewhere.
-            if ended is None or ended.si_pid == server:
+        while os.getpid() == 1 and (ended := os.waitid(os.P_ALL, 0, flags)):
+            if ended.si_pid == server:  # it is waited for elsewhere
                 return
             os.waitpid(ended.si_pid, os.WNOHANG)

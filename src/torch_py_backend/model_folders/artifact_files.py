@@ -6,8 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch_py_backend.config import pbtxt
@@ -20,30 +19,15 @@ EXAMPLE = "example_inputs.safetensors"
 _TEXT_HOOKS = Path(__file__).parents[1] / "saving" / "text_hooks.py"
 
 
-@dataclass
-class ArtifactFiles:
-    """The files of one model.
-
-    Attributes:
-        files: source paths by their names in the version folder; the model file comes first.
-        parameters: the options that the model needs in config.pbtxt.
-        inputs: the inputs, as entries of config.pbtxt; empty: they come from the model.
-        settings: entries of config.pbtxt if the model has a batch dimension.
-    """
-
-    files: Mapping[str, Path]
-    parameters: dict[str, str] = field(default_factory=dict)
-    inputs: list[JsonObject] = field(default_factory=list)
-    settings: JsonObject = field(default_factory=dict)
-
-
 def find(
     path: Path,
     example: Path | None,
     *,
     tensors: bool = False,
-) -> ArtifactFiles:
-    """Return the files to serve for an artifact.
+) -> tuple[dict[str, Path], JsonObject]:
+    """Return the files of an artifact, and what they need in config.pbtxt.
+
+    The files are source paths by their names in the version folder; the model file comes first.
 
     Args:
         path: the model file, or a folder that `save_pretrained` wrote.
@@ -60,15 +44,20 @@ def find(
     artifact = discovery.of_file(path)
     if artifact.kind is ArtifactType.MODULE:
         weights = None if path == artifact.path else path
-        return ArtifactFiles(source_dependencies.find(artifact.path, weights) | extra)
+        return source_dependencies.find(artifact.path, weights) | extra, {}
     files = {"model.pt" if artifact.kind is ArtifactType.TORCHSCRIPT else "model.pt2": path}
     source = path.with_name("model.py")
     if source.is_file() and not discovery.defines_module(source):
         files |= source_dependencies.modules(path.parent, "model")
-    return ArtifactFiles(files | extra)
+    return files | extra, {}
 
 
-def _pretrained(folder: Path, example: Path | None, *, tensors: bool) -> ArtifactFiles:
+def _pretrained(
+    folder: Path,
+    example: Path | None,
+    *,
+    tensors: bool,
+) -> tuple[dict[str, Path], JsonObject]:
     """Return the files of a `save_pretrained` folder: weights, and config.json with their class.
 
     A classifier of texts gets hooks that tokenize them. Other models have results for each token: a
@@ -87,14 +76,15 @@ def _pretrained(folder: Path, example: Path | None, *, tensors: bool) -> Artifac
         ) from None
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     files = {path.name: path for path in paths if not path.name.startswith(".")}
-    factory = {"MODEL_FACTORY": f"transformers:{architecture}"}
-    if example is not None:
-        return ArtifactFiles({**files, EXAMPLE: example.absolute()}, factory)
+    factory = f"transformers:{architecture}"
+    needs: JsonObject = {"parameters": pbtxt.parameters({"MODEL_FACTORY": factory})}
     has_tokenizer = "tokenizer_config.json" in files and discovery.HOOKS not in files
-    if tensors or not has_tokenizer or not architecture.endswith("ForSequenceClassification"):
-        return ArtifactFiles(files, factory)
-    text = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
-    return ArtifactFiles({**files, discovery.HOOKS: _TEXT_HOOKS}, factory, [text])
+    if example is not None:
+        files[EXAMPLE] = example.absolute()
+    elif not tensors and has_tokenizer and factory.endswith("ForSequenceClassification"):
+        files[discovery.HOOKS] = _TEXT_HOOKS
+        needs["input"] = [{"name": "text", "data_type": "TYPE_STRING", "dims": [1]}]
+    return files, needs
 
 
 def pretrained_kwargs(arguments: Iterable[str]) -> JsonObject:

@@ -10,7 +10,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from torch_py_backend import autocomplete
@@ -18,7 +19,6 @@ from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ToolError
 from torch_py_backend.loading import discovery
-from torch_py_backend.model_folders.artifact_files import ArtifactFiles
 from torch_py_backend.processes import child_process
 
 INSPECT = "torch_py_backend.model_folders.inspection:inspect"
@@ -43,29 +43,31 @@ def check_name(name: str) -> None:
 
 def create(
     target: Path,
-    artifact: ArtifactFiles,
-    transfer: Callable[[Path, Path], object] = shutil.copyfile,
+    files: Mapping[str, Path],
+    needs: Document,
+    settings: Document = types.MappingProxyType({}),
     *,
+    transfer: Callable[[Path, Path], object] = shutil.copyfile,
     force: bool = False,
 ) -> JsonObject:
     """Write a model folder with a config that the model completes.
 
-    `transfer` copies or links a file to a path. Return the report of `inspection.inspect`.
+    `files` and `needs` are those of `artifact_files.find`, `settings` entries of config.pbtxt for a
+    model with a batch dimension. `transfer` copies or links a file to a path. Return the report of
+    `inspection.inspect`.
 
     Raises:
         LoadError: the model does not load and run, and nothing is written.
     """
     with new_folder(target, force=force) as folder:
-        for name, source in artifact.files.items():
+        for name, source in files.items():
             path = folder / "1" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             transfer(source, path)
-        document = pbtxt.read(folder)
-        document["input"] = artifact.inputs
-        document["parameters"] = pbtxt.parameters(artifact.parameters)
-        if discovery.is_cuda_package(folder / "1" / next(iter(artifact.files))):
+        document = {**pbtxt.read(folder), **needs}
+        if discovery.is_cuda_package(folder / "1" / next(iter(files))):
             document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
-        return write_config(folder, document, new=artifact.settings)
+        return write_config(folder, document, new=dict(settings))
 
 
 def write_config(folder: Path, document: Document, **more: object) -> JsonObject:

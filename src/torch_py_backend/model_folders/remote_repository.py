@@ -64,8 +64,8 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
     if url.startswith(_HUB) and (folder / "config.json").is_file():
         name = Path(hub).name
         with about(name):
-            artifact = artifact_files.find(folder, None, tensors=True)
-            creation.create(models / name, artifact, transfer=os.link, force=True)
+            found, needs = artifact_files.find(folder, None, tensors=True)
+            creation.create(models / name, found, needs, transfer=os.link, force=True)
         return models
     return folder
 
