@@ -307,8 +307,8 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         ([[1.0], [1.0, 2.0]], "FP32", "a list for output 'y'"),
         (torch.ones(2), "FP32", "output 'y' is float32 [2]; expected float32 [1]"),
         ({"z": torch.ones(1)}, "FP32", "not fit what postprocess() returns, a dict; expected"),
-        ([1], "BYTES", "expected strings [1]"),
-        ("text", "FP32", "output 'y' is a str"),
+        ([1], "BYTES", "output 'y' is an ndarray; expected a tensor, an array, or"),
+        ("text", "FP32", "output 'y' is strings []; expected float32 [1]"),
     ],
 )
 def test_a_result_that_contradicts_the_config_is_the_requests_error(

@@ -25,8 +25,7 @@ def verified(
 ) -> Value:
     """Return the output for a part and a number of rows."""
     config = build.config(outputs=(build.spec("y", dtype, dims),), **overrides)
-    verify = extraction.verifier(config, config.outputs[0])
-    return verify(part, rows)
+    return extraction.Output(config, config.outputs[0]).verify(part, rows)
 
 
 def refusal(part: Any, *arguments: Any, **keywords: Any) -> str:
@@ -68,7 +67,9 @@ def test_missing_dimensions_of_1_are_added_and_nothing_is_copied(
         (torch.tensor(1.0), (-1,), ONE, "is float32 []; expected float32 [-1]"),
         (torch.ones(4), (1,), {}, "has 4 rows for a batch of 3"),
         (np.ones((3, 2)), (2,), {}, "is float64 [3, 2]; expected float32 [-1, 2]"),
-        (1.0, (2,), {}, "is a float; expected a torch.Tensor"),
+        (1.0, (2,), {}, "is float32 []; expected float32 [-1, 2]"),
+        (["a", "b", "c"], (), {}, "is strings [3]; expected float32 [-1]"),
+        (None, (2,), {}, "is a NoneType; expected a tensor, an array, or a list of str or bytes"),
     ],
 )
 def test_tensor_that_contradicts_the_config_is_refused(
@@ -127,7 +128,7 @@ def test_other_shapes_of_torchscript_are_served_with_one_warning(
     part: Any, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = build.config(outputs=(build.spec("y", dtype, (2,)),))
-    verify = extraction.verifier(config, config.outputs[0], any_shape=True)
+    verify = extraction.Output(config, config.outputs[0], any_shape=True).verify
     for _ in range(2):
         assert list(verify(part, ROWS).shape) == list(np.array(part).shape)
     (message,) = caplog.messages
@@ -145,9 +146,9 @@ def test_other_shapes_of_torchscript_are_served_with_one_warning(
 )
 def test_shapes_of_torchscript_that_cannot_be_served(part: Tensor, reshaped: bool) -> None:
     spec = dataclasses.replace(build.spec("y", dims=(2,)), reshaped=reshaped)
-    verify = extraction.verifier(build.config(outputs=(spec,)), spec, any_shape=True)
+    output = extraction.Output(build.config(outputs=(spec,)), spec, any_shape=True)
     with pytest.raises(OutputError):
-        verify(part, ROWS)
+        output.verify(part, ROWS)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -221,11 +222,10 @@ def test_strings_get_the_shape_of_the_config(
         ([["a"]] * 3, (2,), {}, "is strings [3, 1]; expected"),
         (list("abcd"), (-1,), {}, "is strings [4]; expected"),
         (list("abc"), (-1, -1), {}, "is strings [3]; expected"),
-        ([["a"], ["b", "c"]], (-1,), {}, "is a list; expected a list of str or bytes"),
+        ([["a"], ["b", "c"]], (-1,), {}, "is a list; expected a tensor, an array, or"),
         ([[["a", "b"], ["c", "d"]], ["e", "f"]], (-1,), {}, "is "),
-        (np.ones(3), (), {}, "is an ndarray; expected a list of str"),
-        (np.array(["a", None, "c"], dtype=np.object_), (), {}, "is no strings: sequence item 1"),
-        (["a", "\udcff", "c"], (), {}, "is no strings: 'utf-8' codec can't encode"),
+        (np.ones(3), (), {}, "is float64 [3]; expected strings [-1]"),
+        (np.array(["a", None, "c"], dtype=np.object_), (), {}, "is an ndarray; expected a"),
     ],
 )
 def test_strings_that_contradict_the_config_are_refused(
@@ -234,12 +234,13 @@ def test_strings_that_contradict_the_config_are_refused(
     assert refusal(part, "BYTES", dims, **overrides).startswith(message)
 
 
-def test_without_a_config_a_number_becomes_a_tensor() -> None:
-    tensor, number, strings = (
-        extraction.unchecked("y", part)
-        for part in (torch.ones(2, 3, requires_grad=True), True, [["a"]])
-    )
-    assert isinstance(tensor, Tensor)
-    assert (tensor.shape, tensor.requires_grad) == ((2, 3), False)
-    assert (number.dtype, number.shape) == (torch.bool, ())
-    assert strings.tolist() == [["a"]]
+def test_strings_that_cannot_be_sent_are_refused() -> None:
+    """They would fail the responses of the whole batch."""
+    config = build.config(outputs=(build.spec("y", "BYTES", ()),))
+    with pytest.raises(OutputError, match=r"forward\(\) returned .* 'utf-8' codec can't encode"):
+        extraction.extractor(config)(["a", "\udcff"], 2)
+
+
+def test_a_number_becomes_a_tensor() -> None:
+    for number, dtype in ((2.0, "FP32"), (True, "BOOL"), (3, "INT64")):
+        assert verified(number, dtype, (1,), max_batch_size=0).tolist() == [number]

@@ -52,7 +52,7 @@ def test_a_result_of_another_structure_fails_its_batch_only() -> None:
     assert isinstance(outcomes[0], dict)
     for outcome in outcomes[1:]:
         assert isinstance(outcome, OutputError)
-        assert "unlike its first result" in str(outcome)
+        assert "the outputs y where its first result has them" in str(outcome)
 
 
 def fits(x: Tensor) -> None:

@@ -31,7 +31,7 @@ from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.hooks import HookedPipeline
-from torch_py_backend.pipeline.outputs import unchecked
+from torch_py_backend.pipeline.outputs import to_value
 from torch_py_backend.signature import results
 from torch_py_backend.values import Item, Value
 

@@ -19,7 +19,7 @@ from torch_py_backend.pipeline import batches, run, sequences, stages
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.hooks import HookedPipeline, copy_rows
 from torch_py_backend.pipeline.inputs import Inputs
-from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
+from torch_py_backend.pipeline.outputs import Finite, extractor
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
 from torch_py_backend.pipeline.ragged import Ragged
@@ -99,7 +99,7 @@ class Engine:
             self.inputs = Inputs(config, loaded.signature, self.padding, cast)
         self.output_names = tuple(spec.name for spec in config.outputs)
         returns, torchscript = f"{loaded.returns}()", loaded.signature.torchscript
-        self.extract = OutputExtractor(config, returns, torchscript=torchscript).extract
+        self.extract = extractor(config, returns, torchscript=torchscript)
         self.finite = Finite(config) if config.options.check_finite else None
         repeats = config.options.retry_failed_batch
         if repeats is None and config.sequencing is not None and not config.states:

@@ -4,72 +4,61 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
+from torch_py_backend.config.pbtxt import fits
+from torch_py_backend.errors import (
+    BackendError,
+    OutputError,
+    a_type,
+    counted,
+    join_names,
+    summarize,
+)
 from torch_py_backend.pipeline.failures import reported
-from torch_py_backend.pipeline.run import Entries, Result, Results
+from torch_py_backend.pipeline.run import Entries, Extract, Result, Results
 from torch_py_backend.signature import results
-from torch_py_backend.values import Strings, Value
+from torch_py_backend.values import Columns, Value
 
 log = logging.getLogger(__name__)
 
 # Up to this size, the outputs of a batch are checked by CHECK_FINITE in one call.
 _CHECKED_TOGETHER_BYTES = 1 << 20
 
-# Converts a part of a result, for a number of rows, to an output; raises OutputError.
-Verify: TypeAlias = "Callable[[object, int], Value]"
 
+def extractor(config: ModelConfig, of: str = "forward()", *, torchscript: bool = False) -> Extract:
+    """Return the function that extracts the config's outputs from results for a number of rows.
 
-class OutputExtractor:
-    """Extracts the config's outputs from results and checks them.
-
-    Args:
-        of: the name of the function that returns the results, for messages.
-        torchscript: the function is TorchScript's, which follows Triton's LibTorch backend.
+    It raises BindingError if the first result does not have the outputs, and OutputError if a
+    result contradicts the config, or its structure differs from that of the first. `of` is the name
+    of the function that returns the results, for messages. Shapes of TorchScript are served as
+    Triton's LibTorch backend does.
     """
+    names = tuple(spec.name for spec in config.outputs)
+    verify = [Output(config, spec, any_shape=torchscript).verify for spec in config.outputs]
+    # Bound to the structure of the first result.
+    bound: results.OutputBinding | None = None
 
-    def __init__(
-        self, config: ModelConfig, of: str = "forward()", *, torchscript: bool = False
-    ) -> None:
-        self._of = of
-        self._names = tuple(spec.name for spec in config.outputs)
-        self._verify = [verifier(config, spec, any_shape=torchscript) for spec in config.outputs]
-        # Bound to the structure of the first result.
-        self._outputs: results.OutputBinding | None = None
-
-    def extract(self, result: object, rows: int) -> list[Value]:
-        """Return the config's outputs of a result for `rows` rows.
-
-        Raises:
-            BindingError: the first result does not have the outputs.
-            OutputError: the result contradicts the config, or its structure differs from the first.
-        """
-        if self._outputs is None:
-            self._outputs = results.bind_outputs(self._names, result, self._of)
+    def extract(result: object, rows: int) -> Columns:
+        nonlocal bound
+        if bound is None:
+            bound = results.bind_outputs(names, result, of)
         try:
-            parts = self._outputs(result)
-        except (LookupError, AttributeError, TypeError):
-            raise OutputError(
-                f"{self._of} returned {a_type(result)} unlike its first result",
-                expected=f"the outputs {', '.join(self._names)}",
-            ) from None
-        try:
-            return [verify(part, rows) for verify, part in zip(self._verify, parts, strict=True)]
+            return [check(part, rows) for check, part in zip(verify, bound(result), strict=True)]
         except BackendError:
             raise
-        except Exception as error:  # nested tensors, fake tensors, subclasses
+        except Exception as error:  # another structure, nested or fake tensors, subclasses
             raise OutputError(
-                f"the outputs cannot be read: {summarize(error)}",
-                expected="dense tensors",
+                f"{of} returned {a_type(result)} that cannot be read: {summarize(error)}",
+                expected=f"the outputs {join_names(names)} where its first result has them",
             ) from error
+
+    return extract
 
 
 class Finite:
@@ -84,18 +73,14 @@ class Finite:
 
     def finish(self, results: Results, _: Entries) -> Results:
         """Return results, with an error in the place of each that is not finite."""
-        return results if self._all_finite(results) else list(map(self.checked, results))
-
-    def _all_finite(self, results: Results) -> bool:
-        """Return whether all results are finite; False, too, if copying them would take long."""
         outcomes = [result for result in results if not isinstance(result, BackendError)]
         for name in self._names if outcomes else ():
             values = [outcome[name].reshape(-1) for outcome in outcomes]
-            if len(values) * values[0].nbytes > _CHECKED_TOGETHER_BYTES:
-                return False
-            if not torch.isfinite(torch.cat(values)).all():
-                return False
-        return True
+            # Copying large ones together would take longer than checking each.
+            is_large = len(values) * values[0].nbytes > _CHECKED_TOGETHER_BYTES
+            if is_large or not torch.isfinite(torch.cat(values)).all():
+                return list(map(self.checked, results))
+        return results
 
     def checked(self, result: Result) -> Result:
         """Return a request's result, or an error if an output is not finite."""
@@ -112,212 +97,155 @@ class Finite:
         return result
 
 
-def verifier(
-    config: ModelConfig,
-    spec: TensorSpec,
-    *,
-    any_shape: bool = False,
-) -> Verify:
-    """Return what verifies an output.
+class Output:
+    """One output, as the config describes it.
 
     With `any_shape`, shapes that differ from the config's are served, as LibTorch's backend does.
     """
-    output = _Output(config, spec, any_shape=any_shape)
-    return output.strings if spec.dtype.torch is None else output.tensor
 
-
-class _Output:
-    """One output, as the config describes it."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        spec: TensorSpec,
-        *,
-        any_shape: bool,
-    ) -> None:
-        self.name = spec.name
+    def __init__(self, config: ModelConfig, spec: TensorSpec, *, any_shape: bool = False) -> None:
+        self._name = spec.name
         # A batch output is verified in one dimension, and split later.
-        self.flat = any(output.name == spec.name for output in config.batch_outputs)
-        self.batched = config.max_batch_size > 0 and not self.flat
-        self.dims = (-1, *spec.dims) if self.batched else spec.dims
-        if self.flat:
-            self.dims = (-1,)
+        self._flat = any(output.name == spec.name for output in config.batch_outputs)
+        self._batched = config.max_batch_size > 0 and not self._flat
+        self._sizes = (-1,) if self._flat else spec.dims
+        self._dims = (-1, *spec.dims) if self._batched else self._sizes
         # Triton's reshape needs the config's shape, and so do the states of sequences.
-        self.any_shape = any_shape and not spec.reshaped and spec.origin is Origin.CLIENT
-        self.warned = False
-        self.dtype: torch.dtype | None = getattr(torch, spec.dtype.torch or "", None)
+        self._any_shape = any_shape and not spec.reshaped and spec.origin is Origin.CLIENT
+        self._warned = False
+        self._dtype: torch.dtype | None = getattr(torch, spec.dtype.torch or "", None)
         # 16-bit weights and inputs change the type of outputs; the config has the type without.
         options = config.options
         converts = options.weights_dtype is not None or options.cast_inputs is not None
-        self.cast = converts and self.dtype is not None and self.dtype.is_floating_point
-        self.start = int(self.batched)
-        # Compared first, because most outputs have fixed dims. None if there is only the batch.
-        self.fixed: tuple[int, ...] | None = None
-        if len(self.dims) > self.start:
-            self.fixed = self.dims[self.start :]
+        self._casts = converts and self._dtype is not None and self._dtype.is_floating_point
 
-    def serves(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a shape that does not fit is served; log a warning for the first."""
-        if not self.any_shape or not shape:
-            return False
-        if not self.warned:
-            self.warned = True
-            log.warning(
-                "output '%s' is %s, and config.pbtxt says %s; it is served as it is.",
-                self.name,
-                list(shape),
-                list(self.dims),
-            )
-        return True
+    def verify(self, part: object, rows: int) -> Value:
+        """Return a part of a result, for a number of rows, converted where nothing is lost.
 
-    def cure(self, shape: Sequence[int], data_type: str) -> str:
-        """Return a sentence with what to write into config.pbtxt for a result of this shape."""
-        sizes = ", ".join(map(str, shape[self.start :] or [1]))
-        return f"Write what the model returns: data_type: {data_type} dims: [ {sizes} ]."
-
-    def wrong_rows(self, size: int, rows: int) -> OutputError:
-        return OutputError(
-            f"output '{self.name}' has {counted(size, 'row')} for a batch of {rows}",
-            expected="as many rows as the inputs have",
-            cure="If the model takes no batches, write max_batch_size: 0 and all dims into"
-            " config.pbtxt.",
-        )
-
-    def mismatch(self, actual: str, kind: str, cure: str = "") -> OutputError:
-        dims = ", ".join(map(str, self.dims))
-        return OutputError(
-            f"output '{self.name}' is {actual}",
-            expected=f"{kind} [{dims}] as in config.pbtxt",
-            cure=cure,
-        )
-
-    def tensor(self, part: object, rows: int) -> Tensor:
+        Raises:
+            OutputError: the part contradicts the config.
+        """
+        dims = (rows, *self._sizes) if self._batched else self._sizes
         if (  # most outputs need nothing else
             type(part) is Tensor
-            and part.dtype is self.dtype
+            and part.dtype is self._dtype
             and part.layout is torch.strided
             and not (part.is_nested or part.is_meta or part.requires_grad or part.is_neg())
-            and (part.shape[self.start :] == self.fixed or pbtxt.fits(part.shape, self.dims))
-            and (not self.batched or part.shape[0] == rows)
+            and (part.shape == dims or fits(part.shape, dims))
             and part.is_contiguous()
         ):
             return part
-        return self._converted(part, rows)
-
-    def _converted(self, part: object, rows: int) -> Tensor:
-        """Return a part as the output, converted where nothing is lost."""
-        tensor = self._dense(part)
-        shape = tensor.shape
-        if shape[self.start :] != self.fixed and not pbtxt.fits(shape, self.dims):
-            ones = self.dims[self.start :]
-            if len(shape) == self.start and all(size == 1 for size in ones):
-                # Only dims of 1 are missing: [rows] for [-1, 1], a scalar for [1].
-                tensor = tensor.reshape(*shape, *ones)
-            elif not self.serves(shape):
-                raise self._unlike(tensor)
-        if self.batched and shape[0] != rows:
-            raise self.wrong_rows(shape[0], rows)
+        value = self._typed(to_value(self._name, part))
+        if not fits(value.shape, dims):
+            value = self._reshaped(value, dims)
+            self._check_shape(value, rows)
+        if not isinstance(value, Tensor):
+            return value
         # Triton's utilities require contiguous memory. numpy rejects tensors that require a
         # gradient or have a pending negation.
-        if tensor.requires_grad or tensor.is_neg():
-            tensor = tensor.detach().resolve_neg()
-        return tensor.contiguous()
+        if value.requires_grad or value.is_neg():
+            value = value.detach().resolve_neg()
+        return value.contiguous()
 
-    def _dense(self, part: object) -> Tensor:
-        """Return a part as a dense tensor of the output's type."""
-        if isinstance(part, np.ndarray | np.generic) and part.dtype.kind not in "OUS":
-            part = _from_numpy(part)
-        if not isinstance(part, Tensor):
+    def _typed(self, value: Value) -> Value:
+        """Return a value of the output's type, or raise an error."""
+        dtype: torch.dtype | None = None
+        if isinstance(value, Tensor):
+            if value.is_nested or value.layout is not torch.strided or value.is_meta:
+                raise OutputError(
+                    f"output '{self._name}' is a nested, sparse or empty tensor: {value.layout} on"
+                    f" {value.device}",
+                    expected="a dense tensor with values",
+                )
+            if self._casts and value.is_floating_point():
+                value = value.to(self._dtype)
+            dtype = value.dtype
+        if dtype is not self._dtype:
+            raise self._unlike(value)
+        return value.reshape(-1) if self._flat else value
+
+    def _reshaped(self, value: Value, dims: tuple[int, ...]) -> Value:
+        """Return a value in the shape of the config if only dims of 1 are missing.
+
+        They are [rows] for [-1, 1], and a scalar for [1]. A flat list holds the strings of all
+        rows, as LibTorch's does.
+        """
+        if isinstance(value, Tensor):
+            is_short = value.ndim == len(dims) - len(self._sizes)
+            ones = set(self._sizes) <= {1}
+            return value.reshape(*value.shape, *self._sizes) if is_short and ones else value
+        with contextlib.suppress(ValueError):
+            return value.reshape(dims) if value.ndim <= 1 else value
+        return value
+
+    def _check_shape(self, value: Value, rows: int) -> None:
+        """Raise OutputError unless a shape is served; log a warning for the first of another."""
+        shape = value.shape
+        if not fits(shape, self._dims):
+            if not (self._any_shape and shape):
+                raise self._unlike(value)
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "output '%s' is %s, and config.pbtxt says %s; it is served as it is.",
+                    self._name,
+                    list(shape),
+                    list(self._dims),
+                )
+        if self._batched and shape[0] != rows:
             raise OutputError(
-                f"output '{self.name}' is {a_type(part)}",
-                expected="a torch.Tensor or an array of numpy",
+                f"output '{self._name}' has {counted(shape[0], 'row')} for a batch of {rows}",
+                expected="as many rows as the inputs have",
+                cure="If the model takes no batches, write max_batch_size: 0 and all dims into"
+                " config.pbtxt.",
             )
-        if type(part) is not Tensor:
-            part = _without_operators(part)
-        if part.is_nested or part.layout is not torch.strided or part.is_meta:
-            raise self.mismatch(
-                f"a nested, sparse or empty tensor: {part.layout} on {part.device}",
-                "a dense tensor with values",
-            )
-        if part.dtype is not self.dtype:
-            if not (self.cast and part.is_floating_point()):
-                raise self._unlike(part)
-            part = part.to(self.dtype)
-        return part.reshape(-1) if self.flat else part
 
-    def _unlike(self, part: Tensor) -> OutputError:
-        """Return the error of a tensor whose type or shape is another."""
-        cure = self.cure(part.shape, dtypes.config_name(part.dtype))
-        return self.mismatch(f"{_short(part.dtype)} {list(part.shape)}", _short(self.dtype), cure)
-
-    def strings(self, part: object, rows: int) -> Strings:
-        strings = _strings(self.name, part)
-        try:  # strings that cannot be encoded would fail the responses of the whole batch
-            texts = strings.reshape(-1).tolist()
-            "".join([text for text in texts if not isinstance(text, bytes)]).encode()
-        except (TypeError, UnicodeEncodeError) as error:
-            raise self.mismatch(f"no strings: {error}", "strings") from None
-        if not pbtxt.fits(strings.shape, self.dims):
-            # A flat list holds the strings of all rows, as LibTorch's does.
-            dims = (rows, *self.dims[1:]) if self.batched else self.dims
-            if strings.ndim <= 1 and dims.count(-1) <= 1:
-                with contextlib.suppress(ValueError):
-                    strings = strings.reshape(dims)
-            shape = strings.shape
-            if not (pbtxt.fits(shape, self.dims) or self.serves(shape)):
-                cure = self.cure(shape, "TYPE_STRING")
-                raise self.mismatch(f"strings {list(shape)}", "strings", cure)
-        if self.batched and strings.shape[0] != rows:
-            raise self.wrong_rows(strings.shape[0], rows)
-        return strings
+    def _unlike(self, value: Value) -> OutputError:
+        """Return the error of a value of another type or shape, with what to write."""
+        kind, data_type = "strings", "TYPE_STRING"
+        if isinstance(value, Tensor):
+            kind, data_type = _short(value.dtype), dtypes.config_name(value.dtype)
+        expected = "strings" if self._dtype is None else _short(self._dtype)
+        dims = ", ".join(map(str, value.shape[int(self._batched) :] or [1]))
+        return OutputError(
+            f"output '{self._name}' is {kind} {list(value.shape)}",
+            expected=f"{expected} {list(self._dims)} as in config.pbtxt",
+            cure=f"Write what the model returns: data_type: {data_type} dims: [ {dims} ].",
+        )
 
 
-def _short(dtype: torch.dtype | None) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def unchecked(name: str, part: object) -> Value:
-    """Convert a part of a result to a tensor or an array of strings, without checks.
+def to_value(name: str, part: object) -> Value:
+    """Convert a part of a result to a tensor, or strings to an array of objects.
+
+    Triton's utilities refuse other types of strings.
 
     Raises:
         OutputError: the part is neither numbers nor strings.
+        UnicodeEncodeError: a string would fail the responses of the whole batch.
     """
     if isinstance(part, Tensor):
-        return part.detach()
+        kind = type(part)
+        operators = kind.__torch_function__ is not nn.Parameter.__torch_function__  # which has none
+        wraps = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+        if kind is not Tensor and operators and not wraps:  # they are all that it adds
+            return part.as_subclass(Tensor)
+        return part
     if isinstance(part, np.ndarray | np.generic) and part.dtype.kind not in "OUS":
-        return _from_numpy(part)
+        # torch takes neither negative strides nor, without a warning, read-only memory.
+        return torch.from_numpy(np.require(part, requirements=["C", "W"]))
     if isinstance(part, bool | int | float):
         return torch.tensor(part)
-    return _strings(name, part)
-
-
-def _from_numpy(part: np.ndarray[Any, Any] | np.generic) -> Tensor:
-    """Convert numpy's numbers; those of types that torch does not have raise TypeError."""
-    # torch takes neither negative strides nor, without a warning, memory that cannot be written.
-    return torch.from_numpy(np.require(part, requirements=["C", "W"]))
-
-
-def _without_operators(part: Tensor) -> Tensor:
-    """Return a tensor of a subclass without the subclass, if its operators are all that it adds."""
-    kind = type(part)
-    operators = kind.__torch_function__ is not nn.Parameter.__torch_function__  # which has none
-    wraps = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return part.as_subclass(Tensor) if operators and not wraps else part
-
-
-def _strings(name: str, part: object) -> Strings:
-    """Convert strings to an array of objects: Triton's utilities refuse other string types."""
-    if isinstance(part, np.ndarray) and part.dtype.kind in "OUS":
-        return part.astype(np.object_)
-    if isinstance(part, str | bytes):
-        return np.array(part, dtype=np.object_)
-    if isinstance(part, list | tuple):
+    if isinstance(part, str | bytes | list | tuple | np.ndarray):
         array = np.array(part, dtype=np.object_)
-        kinds = set(map(type, array.reshape(-1).tolist()))
-        if all(issubclass(kind, str | bytes) for kind in kinds):
+        texts = array.reshape(-1).tolist()
+        if all(issubclass(kind, str | bytes) for kind in set(map(type, texts))):
+            "".join([text for text in texts if not isinstance(text, bytes)]).encode()
             return array
     raise OutputError(
         f"output '{name}' is {a_type(part)}",
-        expected="a list of str or bytes",
+        expected="a tensor, an array, or a list of str or bytes",
     )

@@ -15,9 +15,9 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
 from torch_py_backend.loading.hooks import Hook
 from torch_py_backend.pipeline import batches
-from torch_py_backend.pipeline.outputs import OutputExtractor
+from torch_py_backend.pipeline.outputs import extractor
 from torch_py_backend.pipeline.run import Entries, Results, Scatter
-from torch_py_backend.values import Call, Item, Tree, Value
+from torch_py_backend.values import Call, Columns, Item, Tree, Value
 
 # The only column of prepared items, and of results before postprocess(): one value a row.
 ROWS = "rows"
@@ -37,7 +37,7 @@ class Postprocessing:
         self._batched = config.max_batch_size > 0
         self._specs = {spec.name: spec for spec in config.outputs}
         row_config = dataclasses.replace(config, max_batch_size=0)
-        self._extractor = OutputExtractor(row_config, f"{hook.name}()")
+        self._extract = extractor(row_config, f"{hook.name}()")
         self._writer = writer if self._batched else None
 
     def finish(self, results: Results, entries: Entries) -> Results:
@@ -58,13 +58,13 @@ class Postprocessing:
             outcome if isinstance(outcome, BackendError) else next(left) for outcome in outcomes
         ]
 
-    def _rows(self, result: Mapping[str, Value], item: Item) -> list[list[Value]]:
+    def _rows(self, result: Mapping[str, Value], item: Item) -> list[Columns]:
         """Return the outputs of each row of a request."""
         postprocess = self._hook.with_parameters(values.parameters(item))
-        extract = self._extractor.extract
-        return [extract(self._converted(postprocess(row)), 1) for row in result[ROWS].tolist()]
+        rows = result[ROWS].tolist()
+        return [self._extract(self._converted(postprocess(row)), 1) for row in rows]
 
-    def _stack(self, requests: Sequence[list[list[Value]]]) -> Results:
+    def _stack(self, requests: Sequence[list[Columns]]) -> Results:
         """Return the outputs of requests from those of their rows.
 
         Raises:
