@@ -593,7 +593,7 @@ _POISONS = (
     _judged(-7, "output 'y' is float64 [1, 4]", "expected float32 [-1, 4]"),
     _judged(-8, "output 'y' is float32 [1, 2]", "expected float32 [-1, 4]"),
     _judged(-9, "output 'y' has 2 rows for a batch of 1"),
-    _judged(-10, "output 'y' is a str", "expected a torch.Tensor"),
+    _judged(-10, "output 'y' is strings []", "expected float32 [-1, 4]"),
     _judged(np.inf, "output 'y' holds NaN or infinity"),
 )
 _JUDGED_GOOD = Call({"x": _row(5)}, {"y": _row(10)})

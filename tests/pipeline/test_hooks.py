@@ -338,7 +338,7 @@ _ONE, _TWO = item([1.0]), item([1.0], [2.0])
     [
         ("preprocess", _with_optional, {"x": torch.ones(1)}, "has the shape [1] and no rows"),
         ("preprocess", _with_optional, {"x": torch.ones(0, 1)}, "has no rows"),
-        ("preprocess", _with_optional, {"z": torch.ones(1, 1)}, "lacks the input 'x'"),
+        ("preprocess", _with_optional, {"z": torch.ones(1, 1)}, "the request lacks inputs: "),
         ("preprocess", _out_of_memory, item([1.0, 2.0]), "memory"),
         (
             "preprocess",

@@ -61,14 +61,15 @@ def test_an_item_without_rows_is_refused(shape: tuple[int, ...], dims: tuple[int
     # Triton drops the first dimension of a request with 0 rows.
     inputs = inputs_of(identity, build.spec("x", dims=dims))
     item: Item = {"x": np.ones(shape, dtype=np.float32)}
-    refused = inputs.admit(item)
+    refused = inputs.refusal([item])
     assert isinstance(refused, InputError)
     assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
     assert not inputs.alike([{"x": torch.ones(2, 4)}, item])
 
 
 def test_any_input_separates_items() -> None:
-    inputs = inputs_of(two, X, optional(build.spec("y")))
+    x, y = build.spec("x", dims=(-1,)), optional(build.spec("y", dims=(-1,)))
+    inputs = inputs_of(two, x, y, force_cpu_only_input_tensors=False)
     first: Item = {"x": torch.ones(1, 2), "y": torch.ones(1, 2)}
     second: Item = {**first, "y": torch.ones(1, 3)}
     third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
@@ -140,6 +141,7 @@ def ids(rows: int, length: int, mask: int | None = None) -> Item:
         pytest.param(
             TEXTS, [{"x": texts([b"\xc3"])}, {"x": texts([b"\xa4"])}], False, id="half characters"
         ),
+        pytest.param(TEXTS, [{"x": texts([b"a"])}, {"x": texts([b"\xff"])}], False, id="bytes"),
         pytest.param(PADDED, [ids(1, 8), ids(4, 1)], True, id="padded"),
         pytest.param(PADDED, [ids(1, 40), ids(8, 1)], False, id="too much padding"),
         pytest.param(PADDED, [ids(1, 3), ids(1, 2, mask=3)], False, id="mask of another length"),

@@ -35,11 +35,11 @@ def create(
 @pytest.mark.parametrize(
     ("pad", "lengths", "expected"),
     [
-        pytest.param(Pad((1,), 2, 0, False, 1), [2, 3], [[1, 1, 0], [1, 1, 1]], id="right"),
-        pytest.param(Pad((1,), 2, 9, True, 1), [2, 3], [[9, 1, 1], [1, 1, 1]], id="left, a value"),
-        pytest.param(Pad((1,), 2, 0, False, 4), [2, 3], [[1, 1, 0, 0], [1, 1, 1, 0]], id="rounded"),
-        pytest.param(Pad((1,), 2, 0, False, 1), [0, 2], [[0, 0], [1, 1]], id="nothing in one"),
-        pytest.param(Pad((1,), 2, 0, False, 8), [0], [[]], id="nothing at all"),
+        pytest.param(Pad((1,), 0, False, 1), [2, 3], [[1, 1, 0], [1, 1, 1]], id="right"),
+        pytest.param(Pad((1,), 9, True, 1), [2, 3], [[9, 1, 1], [1, 1, 1]], id="left, a value"),
+        pytest.param(Pad((1,), 0, False, 4), [2, 3], [[1, 1, 0, 0], [1, 1, 1, 0]], id="rounded"),
+        pytest.param(Pad((1,), 0, False, 1), [0, 2], [[0, 0], [1, 1]], id="nothing in one"),
+        pytest.param(Pad((1,), 0, False, 8), [0], [[]], id="nothing at all"),
     ],
 )
 def test_values_get_the_length_of_the_longest_rounded_up(
@@ -54,7 +54,7 @@ def test_values_get_the_length_of_the_longest_rounded_up(
 
 def test_images_of_different_sizes_share_a_batch() -> None:
     first, second = torch.full((2, 3, 1, 4), 1.0), torch.full((1, 3, 2, 2), 2.0)
-    gathered = Pad((2, 3), 4, -1, False, 1).gather([first, second])
+    gathered = Pad((2, 3), -1, False, 1).gather([first, second])
     assert isinstance(gathered, Tensor)
     assert gathered.shape == (3, 3, 2, 4)
     assert torch.equal(gathered[:2, :, :1], first)
@@ -65,7 +65,8 @@ def test_images_of_different_sizes_share_a_batch() -> None:
 
 def test_a_mask_that_is_left_out_marks_all_values_in_its_own_type() -> None:
     padding = create((IDS, spec("mask", "BOOL", optional=True)), ids={"mask": "mask"})
-    mask = padding.fill({"ids": torch.zeros(2, 3, dtype=torch.int64)})["mask"]
+    filled: Any = padding.fill({"ids": torch.zeros(2, 3, dtype=torch.int64)})
+    mask = filled["mask"]
     assert mask.dtype is torch.bool
     assert mask.tolist() == [[True] * 3] * 2
     assert padding.fill({}) == {}
@@ -76,8 +77,8 @@ def test_a_mask_must_be_as_long_as_its_input(optional: bool) -> None:
     padding = create((IDS, spec("mask", optional=optional)), ids={"mask": "mask"})
     sent: Item = {"ids": torch.ones(2, 3), "mask": torch.ones(2, 1)}
     message = "input 'mask' is [2, 1], and its input 'ids' is [2, 3]"
-    assert message in str(padding.mismatch(sent))
-    assert padding.mismatch({"mask": torch.ones(2, 3)}) is None
+    assert message in str(padding.mismatch([sent]))
+    assert padding.mismatch([{"mask": torch.ones(2, 3)}]) is None
 
 
 @pytest.mark.parametrize(

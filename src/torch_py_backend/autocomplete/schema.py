@@ -173,7 +173,7 @@ def _run(
     names = results.leaf_names(result)
     of = "postprocess()" if any(hooks) else "forward()"
     parts = results.bind_outputs(names, result, of)(result)
-    outputs = {name: unchecked(name, part) for name, part in zip(names, parts, strict=True)}
+    outputs = {name: to_value(name, part) for name, part in zip(names, parts, strict=True)}
     if rows and hooks.postprocess is not None:
         return {name: value[None][[0] * rows] for name, value in outputs.items()}
     return outputs

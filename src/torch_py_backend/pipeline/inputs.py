@@ -1,14 +1,12 @@
 """The inputs of a batch: each is checked, compared, gathered and converted as its kind says.
 
-`Inputs` chooses the kinds at load, from the config and the signature: how values of several items
-become a column (`Shape`), and what forward() gets of the column (`arguments`).
+`Inputs` chooses the kinds at load, from the config and the signature.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -19,7 +17,7 @@ from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, BindingError, InputError
 from torch_py_backend.pipeline import arguments, batches, ragged
-from torch_py_backend.pipeline.padding import Pad, Padding, Placed
+from torch_py_backend.pipeline.padding import Padding, Placed
 from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
@@ -29,8 +27,25 @@ from torch_py_backend.values import Call, Item, Items, Tree, Value, clone
 MAX_SETS = 64
 # Returns the function that calls the model with the arguments of a binding, in its order.
 Caller: TypeAlias = "Callable[[InputBinding], Call]"
+# Returns what the values of one call have in common.
+Key: TypeAlias = "Callable[[Value], Hashable]"
 _HOST = torch.device("cpu")
-_AXES = attrgetter("ndim")
+
+
+class Kind(NamedTuple):
+    """How the values of an input become a column, and the column an argument.
+
+    Attributes:
+        axes: the number of dimensions of a value in a batch.
+        keys: what the values of one call have in common.
+        gather: makes a column of the values of several items.
+        argument: what forward() gets of the column.
+    """
+
+    axes: int
+    keys: Sequence[Key]
+    gather: Callable[[Sequence[Value]], Value]
+    argument: arguments.Argument
 
 
 class Inputs:
@@ -64,113 +79,68 @@ class Inputs:
         # With names that are given twice, which binding refuses.
         self._names = [spec.name for spec in config.inputs]
         self._names += [made.name for made in config.batch_inputs]
-        self._required = [spec.name for spec in config.inputs if not spec.optional]
-        # States stay on the device.
-        self._sent = [spec.name for spec in config.inputs if spec.origin is not Origin.STATE]
         self._bound = functools.lru_cache(MAX_SETS)(self._bind)
         self.binding = self._bound(frozenset())
         takes = dict(zip(self.binding.names, self.binding.types, strict=True))
         if config.options.cast_inputs:
             cast = dtypes.from_triton(config.options.cast_inputs).torch
         to = getattr(torch, cast) if cast else None
-        pads = padding.pads if padding is not None else {}
-        self._shapes: dict[str, Shape] = {}
-        self._arguments: dict[str, arguments.Argument] = {}
-        # The input of requests that each one is made of.
-        self._sources: dict[str, str] = {}
-        # Of each input: how its values and arguments are compared, in as few frames as possible.
-        self._compared = []
+        self._kinds: dict[str, Kind] = {}
         for spec in config.inputs:
-            name = spec.name
-            shape = _choose_shape(config, spec, pads.get(name))
-            argument = arguments.choose(signature, spec, takes[name], to)
+            argument = arguments.choose(signature, spec, takes[spec.name], to)
             if by_row and self._batched:
                 argument = arguments.for_rows(argument)
-            self._compared.append((itemgetter(name), shape.fit, argument.refuse))
-            self._shapes[name] = shape
-            self._arguments[name] = argument
-            self._sources[name] = name
+            self._kinds[spec.name] = _kind(config, spec, argument, padding)
+        # Of each input, as few frames as possible.
+        self._keys = [
+            (itemgetter(name), key) for name, kind in self._kinds.items() for key in kind.keys
+        ]
+        # The input of requests that another one is made of.
+        self._sources = {made.name: made.source for made in config.batch_inputs}
         for made in config.batch_inputs:
-            source = self._shapes[made.source]
-            self._shapes[made.name] = source._replace(gather=ragged.batch_input(made))
-            self._arguments[made.name] = arguments.TENSOR
-            self._sources[made.name] = made.source
-        # Triton leaves inputs on their device then, so items may be on different devices.
-        self._any_device = not config.options.force_cpu_only_input_tensors
-        self._compare = self._may_share if padding is not None or self._any_device else None
+            self._kinds[made.name] = Kind(0, (), ragged.batch_input(made), arguments.TENSOR)
         masks = padding.masks if padding is not None else ()
-        optional = frozenset(self._specs).difference(self._required, masks)
+        optional = frozenset(spec.name for spec in config.inputs if spec.optional).difference(masks)
         # Other sets are bound by a request that leaves them out, or refuse it.
-        self.patterns: tuple[frozenset[str], ...] = (frozenset(),)
-        if optional:
-            self._bound(optional)
-            self.patterns = (frozenset(), optional)
+        self.patterns = (frozenset(), optional) if optional else (frozenset[str](),)
 
     def alike(self, entries: Entries) -> TypeGuard[Items]:
-        """Return whether all entries are valid items that can share a call, found in few calls.
-
-        If not, `admit` finds which are refused, and `_key` which can share a call.
-        """
+        """Return whether all entries are valid items that can share a call, found in few calls."""
         items: Sequence[Any] = entries
         try:
-            for get, fit, refuse in self._compared:
-                values = list(map(get, items))
-                if not fit(values):
+            for get, key in self._keys:
+                if len(set(map(key, map(get, items)))) != 1:
                     return False
-                if refuse is not None and refuse(batches.concatenate(values)) is not None:
-                    return False
-        # An input is missing, an item was refused, or values are on different devices.
-        except (LookupError, TypeError, ValueError, RuntimeError):
+        except (LookupError, TypeError):  # an input is missing, or an item was refused
             return False
-        return bool(self._compared) and (self._compare is None or self._compare(items))
-
-    def _may_share(self, items: Items) -> bool:
-        """Return whether items are on one device, with masks as long as their inputs."""
-        if self._padding is not None and any(map(self._padding.mismatch, items)):
+        if self.refusal(items) is not None or (len(items) > 1 and not self._batched):
             return False
-        if not self._any_device:
-            return True
-        devices = [{_device(item[name]) for item in items} for name in self._sent]
-        return all(len(of_input) == 1 for of_input in devices)
+        return self._padding is None or self._padding.fit(items)
 
-    def admit(self, item: Item) -> Item | InputError:
-        """Return the item, with masks added, or the reason to refuse it."""
-        for name in self._required:
-            if name not in item:
-                return InputError(f"the request lacks the input '{name}'")
-        if self._batched and (refusal := self._without_rows(item)) is not None:
-            return refusal
-        if self._padding is not None:
-            mismatch = self._padding.mismatch(item)
-            if mismatch is not None:
-                return mismatch
-            item = self._padding.fill(item)
-        if len(item) < len(self._specs):
+    def refusal(self, items: Items) -> InputError | None:
+        """Return why an item is refused, or why one of several is that can share a call."""
+        first = items[0]
+        if not first and self._batched:
+            return InputError("the request has no inputs, and so no number of rows")
+        if len(first) < len(self._specs):
             try:
-                self._bound(self._left_out(item))
+                self._bound(self._left_out(first))
             except BindingError as error:
                 return InputError(f"the request lacks inputs: {error}")
-        for name, value in item.items():
-            refuse = self._arguments[name].refuse
-            if refuse is not None and (reason := refuse(value)) is not None:
-                return InputError(f"input '{name}' {reason}")
-        return item
-
-    def _without_rows(self, item: Item) -> InputError | None:
-        """Return the error of a request whose inputs have no rows.
-
-        Triton checks that all have as many, and drops the batch dimension of a shape with 0 rows.
-        """
-        if not item:
-            return InputError("the request has no inputs, and so no number of rows")
-        for name, value in item.items():
-            axes = len(self._specs[name].dims) + 1 if name in self._specs else value.ndim
-            if value.ndim != axes:
+        for name, value in first.items():
+            kind = self._kinds[name]
+            # Triton checks that all inputs have as many rows, and drops the batch dimension of a
+            # shape with 0 rows.
+            if self._batched and value.ndim != kind.axes:
                 return InputError(
                     f"input '{name}' has the shape {list(value.shape)} and no rows",
-                    expected=f"{axes} dimensions, the first of at least 1",
+                    expected=f"{kind.axes} dimensions, the first of at least 1",
                 )
-        return None
+            if kind.argument.refuse is not None:
+                reason = kind.argument.refuse(kind.gather([item[name] for item in items]))
+                if reason is not None:
+                    return InputError(f"input '{name}' {reason}")
+        return self._padding.mismatch(items) if self._padding is not None else None
 
     def stage(self, caller: Caller) -> GroupStage:
         """Return the stage that refuses items and groups the others."""
@@ -183,16 +153,18 @@ class Inputs:
         gather, call = call_of(frozenset())
 
         def group(entries: Entries) -> tuple[Entries, Sequence[Group]]:
+            if self._padding is not None:
+                entries = list(map(self._padding.fill, entries))
             if self.alike(entries):
                 return entries, (Group(gather, call, entries, range(len(entries))),)
             admitted = [
-                entry if isinstance(entry, BackendError) else self.admit(entry) for entry in entries
+                entry if isinstance(entry, BackendError) else self.refusal((entry,)) or entry
+                for entry in entries
             ]
             groups = []
             for members in self._members(admitted):
                 places, items = zip(*members, strict=True)
-                left_out = self._left_out(items[0])
-                groups.append(Group(*call_of(left_out), items, places))
+                groups.append(Group(*call_of(self._left_out(items[0])), items, places))
             return admitted, groups
 
         return group
@@ -201,24 +173,17 @@ class Inputs:
         """Return the items that can share calls, each with its position."""
         groups: dict[Hashable, Placed] = {}
         for place, entry in enumerate(entries):
-            if not isinstance(entry, BackendError):
-                key = self._key(entry) if self._batched else place
-                groups.setdefault(key, []).append((place, entry))
+            if isinstance(entry, BackendError):
+                continue
+            key: Hashable = place
+            if self._batched:
+                names = [name for name in self._specs if name in entry]
+                keys = [key(entry[name]) for name in names for key in self._kinds[name].keys]
+                key = (*names, *keys)
+            groups.setdefault(key, []).append((place, entry))
         if self._padding is None:
             return list(groups.values())
         return [part for members in groups.values() for part in self._padding.split(members)]
-
-    def _key(self, item: Item) -> tuple[Hashable, ...]:
-        """Return what items of one batch have in common."""
-        names = [name for name in self._specs if name in item]
-        key: list[Hashable] = [*names]
-        for name in names:
-            value = item[name]
-            key += [self._shapes[name].key(value), _device(value)]
-            same_value = self._arguments[name].key
-            if same_value is not None:
-                key.append(same_value(value))
-        return tuple(key)
 
     def _left_out(self, item: Item) -> frozenset[str]:
         return frozenset(self._specs).difference(item)
@@ -226,16 +191,15 @@ class Inputs:
     def _bind(self, left_out: frozenset[str]) -> InputBinding:
         """Return how items without these inputs are passed; raise BindingError if one is needed."""
         # States and controls of sequences are bound by name only.
-        kept = frozenset(
-            name for name, spec in self._specs.items() if spec.origin is not Origin.CLIENT
-        )
+        kept = [name for name, spec in self._specs.items() if spec.origin is not Origin.CLIENT]
         return bind_inputs(self._names, self._signature, left_out, sequence_inputs=kept)
 
     def _gather(self, binding: InputBinding) -> Gather:
         """Return the function that makes the columns of items, and counts the rows of each."""
-        gathers = [self._shapes[name].gather for name in binding.names]
-        sources = [itemgetter(self._sources[name]) for name in binding.names]
-        gathered = list(zip(sources, gathers, strict=True))
+        gathered = [
+            (itemgetter(self._sources.get(name, name)), self._kinds[name].gather)
+            for name in binding.names
+        ]
         sent = [name for name in binding.names if name in self._specs]
         first = itemgetter(sent[0]) if self._batched and sent else None
 
@@ -249,7 +213,7 @@ class Inputs:
 
     def _converting(self, binding: InputBinding, call: Call) -> Call:
         """Return a function that makes arguments of columns and calls another one with them."""
-        converts = [self._arguments[name].convert for name in binding.names]
+        converts = [self._kinds[name].argument.convert for name in binding.names]
         if not any(converts):
             return call
 
@@ -263,57 +227,35 @@ class Inputs:
         return convert_and_call
 
 
-def _device(value: Value) -> torch.device:
-    return value.device if isinstance(value, Tensor) else _HOST
-
-
-class Shape(NamedTuple):
-    """How the values of an input in several items become one column."""
-
-    # Whether values can share a batch.
-    fit: Callable[[Sequence[Value]], bool]
-    # What the values of a batch have in common.
-    key: Callable[[Value], Hashable]
-    gather: Callable[[Sequence[Value]], Value]
-
-
-def _choose_shape(config: ModelConfig, spec: TensorSpec, pad: Pad | None) -> Shape:
+def _kind(
+    config: ModelConfig, spec: TensorSpec, argument: arguments.Argument, padding: Padding | None
+) -> Kind:
     """Return how the values of an input become a column: concatenated, padded or flat."""
-    axes = len(spec.dims) + 1
+    pad = padding.pads.get(spec.name) if padding is not None and config.max_batch_size else None
     flat = spec.ragged and config.concatenates
+    # Triton has checked fixed dims.
+    fixed = pad is not None or flat or -1 not in spec.dims
+    keys: list[Key] = [attrgetter("ndim") if fixed else _dims]
+    if not config.options.force_cpu_only_input_tensors:  # inputs are where their clients sent them
+        keys.append(_device)
+    if argument.key is not None:
+        keys.append(argument.key)
     gather: Callable[[Sequence[Value]], Value] = batches.concatenate
-    if spec.origin is Origin.STATE:
+    if pad is not None:
+        gather = pad.gather
+    elif spec.origin is Origin.STATE:
         gather = _copied
     elif flat:
         gather = ragged.flatten
-    if not config.max_batch_size:  # a call has one item, which counts as one row
-        return Shape(_is_one, _no_key, gather)
-    if pad is not None:
-        return Shape(pad.fit, _no_key, pad.gather)
-    if flat:
-        return Shape(partial(_fit_fixed, axes), _no_key, gather)
-    fit = _fit_fixed if -1 not in spec.dims else _fit_equal
-    return Shape(partial(fit, axes), lambda value: value.shape[1:], gather)
+    return Kind(1 + len(spec.dims), keys, gather, argument)
 
 
-def _no_key(_: Value) -> None:
-    return None
+def _dims(value: Value) -> Hashable:
+    return value.shape[1:]
 
 
-def _is_one(values: Sequence[Value]) -> bool:
-    return len(values) == 1
-
-
-def _fit_fixed(axes: int, values: Sequence[Value]) -> bool:
-    """Return whether values have rows; Triton has checked their dims."""
-    return set(map(_AXES, values)) == {axes}
-
-
-def _fit_equal(axes: int, values: Sequence[Value]) -> bool:
-    dims = values[0].shape[1:]
-    if any(value.shape[1:] != dims for value in values):
-        return False
-    return _fit_fixed(axes, values)
+def _device(value: Value) -> torch.device:
+    return value.device if isinstance(value, Tensor) else _HOST
 
 
 def _copied(values: Sequence[Value]) -> Value:

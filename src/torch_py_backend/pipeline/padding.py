@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
-from torch_py_backend.errors import ConfigError, InputError, join_names
+from torch_py_backend.errors import BackendError, ConfigError, InputError, join_names
 from torch_py_backend.pipeline.batches import concatenate
+from torch_py_backend.pipeline.run import Entry
 from torch_py_backend.values import Item, Items, Value, to_column
 
 log = logging.getLogger(__name__)
@@ -35,14 +36,12 @@ class Pad:
 
     Attributes:
         axes: the axes to pad; the batch is axis 0.
-        ndim: the number of axes; Triton checks the sizes of the others.
         value: the padding value.
         left: whether to pad before the values, not after them.
         multiple_of: round lengths up to a multiple of this.
     """
 
     axes: tuple[int, ...]
-    ndim: int
     value: float
     left: bool
     multiple_of: int
@@ -63,19 +62,17 @@ class Pad:
         """Return a length rounded up to a multiple."""
         return -(-length // self.multiple_of) * self.multiple_of
 
-    def length_class(self, value: Value) -> list[int]:
+    def length_class(self, value: Value) -> tuple[int, ...]:
         """Return numbers that are equal for lengths of about the same size.
 
         With one axis to pad, such lengths differ by less than a factor of 4; with more, of 2.
         """
         lengths = [self.rounded(value.shape[axis]) for axis in self.axes]
-        return [length.bit_length() * len(lengths) // 2 for length in lengths]
+        return tuple(length.bit_length() * len(lengths) // 2 for length in lengths)
 
     def fit(self, values: Sequence[Value]) -> bool:
         """Return whether values can share a batch without much padding."""
         shapes = [value.shape for value in values]
-        if set(map(len, shapes)) != {self.ndim}:
-            return False
         sent = sum(map(math.prod, shapes))
         return math.prod(self.padded_shape(shapes)) <= MOST_GROWTH * sent
 
@@ -84,44 +81,29 @@ class Pad:
 
         Those of a single one of the target shape are not copied.
         """
-        target = self.padded_shape([value.shape for value in items])
-        dims = tuple(target[1:])
-        columns: Sequence[Any] = items
         has_tensors = any(isinstance(value, Tensor) for value in items)
-        needs_no_padding = all(value.shape[1:] == dims for value in items)
-        if has_tensors or needs_no_padding:
-            columns = [to_column(value) for value in items]
-        if needs_no_padding:
+        columns: Sequence[Any] = list(map(to_column, items)) if has_tensors else items
+        target = self.padded_shape([value.shape for value in columns])
+        dims = tuple(target[1:])
+        if all(value.shape[1:] == dims for value in columns):
             # forward() may change a shape in place: not that of the item.
-            return columns[0].detach() if len(items) == 1 else concatenate(columns)
-        dtype = columns[0].dtype
+            return torch.as_tensor(concatenate(columns)).detach()
+        first = columns[0]
         gathered: Any
         if has_tensors:
-            device = columns[0].device
-            gathered = torch.full(target, self.value, dtype=dtype, device=device)
+            gathered = first.new_full(target, self.value)
         else:  # a copy of an array takes a third of the time
-            gathered = np.full(target, self.value, dtype=dtype)
+            gathered = np.full(target, self.value, first.dtype)
         start = 0
         for value in columns:
             rows, *sizes = value.shape
             place = [slice(start, start + rows)]
             for size, padded in zip(sizes, dims, strict=True):
-                first = padded - size if self.left else 0
-                place.append(slice(first, first + size))
+                begin = padded - size if self.left else 0
+                place.append(slice(begin, begin + size))
             gathered[tuple(place)] = value
             start += rows
         return to_column(gathered)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """An output's axis that has the length of an input's axis."""
-
-    output: str
-    axis: int
-    input: str
-    input_axis: int
-    left: bool
 
 
 class Padding:
@@ -129,33 +111,44 @@ class Padding:
 
     Attributes:
         pads: the padding by input, masks included.
-        masks: optional masks, created for requests without them, and the input of each.
+        masks: optional masks, created for requests without them, and the type of each.
 
     Raises:
         ConfigError: PAD does not match the inputs and outputs.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self._specs = {spec.name: spec for spec in config.inputs}
         self.pads: dict[str, Pad] = {}
-        self.masks: dict[str, str] = {}
-        # All masks, including those that requests must send.
+        self.masks: dict[str, torch.dtype] = {}
+        # The input of each mask, including those that requests must send.
         self._masked: dict[str, str] = {}
+        # Axes of outputs that are as long as an axis of an input: the name and axis of both.
+        self._cuts: list[tuple[str, int, str, int]] = []
+        specs = {spec.name: spec for spec in config.inputs}
+        free = {spec.name: axes for spec in config.outputs if (axes := _free_axes(spec))}
         settings = config.options.pad or {}
         for name, setting in settings.items():
-            self.pads[name] = self._parse_pad(name, setting)
-        for name, setting in settings.items():
-            if "mask" in setting:
-                self._add_mask(name, setting["mask"])
-        self._cuts = list(self._parse_cuts(config, settings))
+            self._add(name, setting, specs, free)
+        if free and settings and not any("outputs" in setting for setting in settings.values()):
+            raise ConfigError(
+                f"PAD does not say which of the outputs {join_names(free)} are as long as a padded"
+                " input, to cut them to the length of each request",
+                expected='"outputs": [] for none, or a list of them',
+            )
 
-    def _parse_pad(self, name: str, setting: Mapping[str, Any]) -> Pad:
-        spec = self._specs.get(name)
-        if spec is None or spec.dtype.torch is None or -1 not in spec.dims:
+    def _add(
+        self,
+        name: str,
+        setting: Mapping[str, Any],
+        specs: Mapping[str, TensorSpec],
+        free: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Add the padding of an input, with its mask and the outputs that are as long."""
+        spec, mask = specs.get(name), specs.get(setting.get("mask", ""))
+        axes = _free_axes(spec) if spec is not None else ()
+        if spec is None or spec.dtype.torch is None or not axes:
             raise _refusal(f"'{name}'", "inputs of numbers with dims of -1")
-        axes = tuple(_free_axes(spec))
-        value = setting.get("value", 0)
-        dtype: torch.dtype = getattr(torch, spec.dtype.torch)
+        value, dtype = setting.get("value", 0), getattr(torch, spec.dtype.torch)
         if not dtype.is_floating_point and torch.tensor(value).to(dtype).item() != value:
             raise _refusal(
                 f"the value {value} for '{name}'", f"one that {spec.dtype.triton} can hold"
@@ -166,61 +159,42 @@ class Padding:
                 " length. Set allow_ragged_batch: true for that input.",
                 name,
             )
-        left = setting.get("side", "right") == "left"
-        return Pad(axes, 1 + len(spec.dims), value, left, setting.get("multiple_of", 1))
+        left, multiple_of = setting.get("side") == "left", setting.get("multiple_of", 1)
+        self.pads.setdefault(name, Pad(axes, value, left, multiple_of))  # unless it is a mask
+        if "mask" in setting:
+            dims = (-1,) * len(axes)
+            if mask is None or mask is spec or mask.dtype.torch is None or mask.dims != dims:
+                expected = f"another input of numbers of dims {list(dims)}"
+                raise _refusal(f"the mask '{setting['mask']}'", expected)
+            self.pads[mask.name] = Pad(tuple(range(1, 1 + len(axes))), 0, left, multiple_of)
+            self._masked[mask.name] = name
+            if mask.optional:
+                self.masks[mask.name] = getattr(torch, mask.dtype.torch)
+        for output in setting.get("outputs", ()):
+            if output not in free:
+                raise _refusal(f"the output '{output}'", "outputs with dims of -1")
+            pairs = zip(free[output], axes, strict=False)
+            self._cuts += [(output, axis, name, of_input) for axis, of_input in pairs]
 
-    def _add_mask(self, name: str, mask: str) -> None:
-        spec, pad = self._specs.get(mask), self.pads[name]
-        dims = (-1,) * len(pad.axes)
-        if spec is None or mask == name or spec.dtype.torch is None or spec.dims != dims:
-            raise _refusal(f"the mask '{mask}'", f"another input of numbers of dims {list(dims)}")
-        axes = tuple(range(1, len(pad.axes) + 1))
-        self.pads[mask] = Pad(axes, 1 + len(axes), 0, pad.left, pad.multiple_of)
-        self._masked[mask] = name
-        if spec.optional:
-            self.masks[mask] = name
-
-    def _parse_cuts(
-        self,
-        config: ModelConfig,
-        settings: Mapping[str, Any],
-    ) -> Iterator[_Cut]:
-        outputs = {spec.name: spec for spec in config.outputs}
-        free = [spec.name for spec in config.outputs if -1 in spec.dims]
-        if free and settings and not any("outputs" in setting for setting in settings.values()):
-            name = next(iter(settings))
-            raise ConfigError(
-                f"PAD does not say which of the outputs {join_names(free)} are as long as a padded"
-                " input, to cut them to the length of each request",
-                expected=f'a list of them in PAD, or [] for none: {{"{name}": {{"outputs":'
-                f" {json.dumps(free)}}}}}",
-            )
-        for name, setting in settings.items():
-            pad = self.pads[name]
-            for output in setting.get("outputs", ()):
-                axes = list(_free_axes(outputs[output])) if output in outputs else []
-                if not axes:
-                    raise _refusal(f"the output '{output}'", "outputs with dims of -1")
-                for axis, input_axis in zip(axes, pad.axes, strict=False):
-                    yield _Cut(output, axis, name, input_axis, pad.left)
-
-    def fill(self, item: Item) -> Item:
-        """Return the item with masks for those that its request left out."""
-        for mask, name in self.masks.items():
-            value = item.get(name)
-            if mask not in item and value is not None:
-                shape = self.pads[name].mask_shape(value)
-                dtype: torch.dtype = getattr(torch, str(self._specs[mask].dtype.torch))
+    def fill(self, entry: Entry) -> Entry:
+        """Return an item with masks for those that its request left out; an error as it is."""
+        if isinstance(entry, BackendError):
+            return entry
+        for mask, dtype in self.masks.items():
+            value = entry.get(self._masked[mask])
+            pad = self.pads[self._masked[mask]]
+            if mask not in entry and value is not None and value.ndim > pad.axes[-1]:
                 device = value.device if isinstance(value, Tensor) else None
-                item = item | {mask: torch.ones(shape, dtype=dtype, device=device)}
-        return item
+                ones = torch.ones(pad.mask_shape(value), dtype=dtype, device=device)
+                entry = entry | {mask: ones}
+        return entry
 
-    def mismatch(self, item: Item) -> InputError | None:
+    def mismatch(self, items: Items) -> InputError | None:
         """Return the error of a request that sent a mask and its input in different sizes.
 
         In a batch both are padded to the longest, so the model would not notice.
         """
-        for mask, name in self._masked.items():
+        for item, (mask, name) in itertools.product(items, self._masked.items()):
             if mask not in item or name not in item:
                 continue
             sent = item[mask].shape
@@ -232,44 +206,45 @@ class Padding:
                 )
         return None
 
+    def fit(self, items: Items) -> bool:
+        """Return whether items can share a batch without much padding."""
+        return all(
+            pad.fit([item[name] for item in items])
+            for name, pad in self.pads.items()
+            if name in items[0]
+        )
+
     def split(self, items: Placed) -> list[Placed]:
         """Split the items of one group by their lengths if they would be padded too much."""
-        _, first = items[0]
-        pads = {name: pad for name, pad in self.pads.items() if name in first}
-        columns = {name: [item[name] for _, item in items] for name in pads}
-        if all(pad.fit(columns[name]) for name, pad in pads.items()):
+        if self.fit([item for _, item in items]):
             return [items]
-        parts: dict[tuple[int, ...], Placed] = {}
+        parts: dict[Hashable, Placed] = {}
         for place, item in items:
-            lengths: list[int] = []
-            for name, pad in pads.items():
-                lengths += pad.length_class(item[name])
-            parts.setdefault(tuple(lengths), []).append((place, item))
+            pads = [(item[name], pad) for name, pad in self.pads.items() if name in item]
+            key = tuple(pad.length_class(value) for value, pad in pads)
+            parts.setdefault(key, []).append((place, item))
         return list(parts.values())
 
     def cut(self, outcomes: Sequence[dict[str, Value]], items: Items) -> None:
         """Cut outputs to the lengths of the items of a batch."""
-        for cut in self._cuts:
-            if cut.input not in items[0]:
+        for output, axis, name, of_input in self._cuts:
+            if name not in items[0]:
                 continue
-            lengths = [item[cut.input].shape[cut.input_axis] for item in items]
-            padded = self.pads[cut.input].rounded(max(lengths))
+            pad, lengths = self.pads[name], [item[name].shape[of_input] for item in items]
+            padded = pad.rounded(max(lengths))
             for outcome, size in zip(outcomes, lengths, strict=True):
-                value = outcome[cut.output]
+                value = outcome[output]
                 # An output that is not as long as the padded input does not follow its length. Of
                 # TorchScript, it may have fewer dimensions.
-                follows = value.shape[cut.axis : cut.axis + 1] == (padded,)
-                if size == padded or not follows:
+                if size == padded or value.shape[axis : axis + 1] != (padded,):
                     continue
-                start = padded - size if cut.left else 0
-                kept = [slice(None)] * cut.axis
-                kept.append(slice(start, start + size))
-                part = value[tuple(kept)]
-                outcome[cut.output] = part.contiguous() if isinstance(part, Tensor) else part
+                start = padded - size if pad.left else 0
+                part = value[(slice(None),) * axis + (slice(start, start + size),)]
+                outcome[output] = part.contiguous() if isinstance(part, Tensor) else part
 
 
-def _free_axes(spec: TensorSpec) -> Iterator[int]:
-    return (axis for axis, dim in enumerate(spec.dims, 1) if dim == -1)
+def _free_axes(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(axis for axis, dim in enumerate(spec.dims, 1) if dim == -1)
 
 
 def _refusal(found: str, expected: str) -> ConfigError:
