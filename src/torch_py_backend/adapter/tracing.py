@@ -13,7 +13,6 @@ from functools import partial
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import values
 from torch_py_backend.adapter.messages import Read, Request
 from torch_py_backend.errors import summarize
 from torch_py_backend.values import Item, RequestItem
@@ -45,10 +44,9 @@ def traced(read: Read) -> Read | None:
                 except Exception as error:  # the client sends parts of it
                     log.warning("a trace cannot be read: %s.", summarize(error))
                     continue
-                context = partial(trace.use_span, span)
-                items[place] = RequestItem(
-                    item, context, values.parameters(item), values.step(item)
-                )
+                found = item if isinstance(item, RequestItem) else RequestItem(item)
+                found.context = partial(trace.use_span, span)
+                items[place] = found
         return items
 
     return read_traced
