@@ -41,13 +41,12 @@ class Answering:
             read = messages.sequence_reader(engine)
         elif engine.hooks is not None and engine.hooks.takes_parameters:  # which take time
             read = messages.read_with_parameters
-        traced = tracing.traced(read)
-        self._read = traced or read
+        self._read = tracing.traced(read) or read
         self.sequences = Sequences(config, engine.device) if config.states else None
         # A writer counts all requests, also those that only fill a slot of a sequence.
         outputs = [spec.name for spec in config.outputs]
         writer = None if self._in_sequences else messages.writer(outputs)
-        self._run = engine.pipeline(writer, self.sequences, traced=traced is not None)
+        self._run = engine.pipeline(writer, self.sequences)
 
     def answer(self, requests: Sequence[Request]) -> Sequence[Response]:
         """Return one response for each request, in order."""

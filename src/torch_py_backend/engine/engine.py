@@ -25,11 +25,9 @@ from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
 from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import (
     After,
-    Attempt,
     Before,
     Counts,
     Entries,
-    Group,
     Results,
     Run,
     Scatter,
@@ -114,17 +112,8 @@ class Engine:
         self.run = self.pipeline()
         self.stages = self._stages()
 
-    def pipeline(
-        self,
-        writer: Scatter | None = None,
-        steps: Sequences | None = None,
-        *,
-        traced: bool = False,
-    ) -> Run:
-        """Return the function that runs a batch of items, within `runtime.mode`; see `_stages`.
-
-        With `traced`, items may have trace contexts.
-        """
+    def pipeline(self, writer: Scatter | None = None, steps: Sequences | None = None) -> Run:
+        """Return the function that runs a batch of items, within `runtime.mode`; see `_stages`."""
         # Each response is for the host or the GPU, or a state that clients get is on the GPU.
         returns = not self.host_inputs or (steps is not None and not self.on_cpu)
         chosen = self._stages(None if returns else writer, steps)
@@ -133,11 +122,8 @@ class Engine:
             before, after = (self._unless_lost, *before), (*after, self._unless_lost)
         if self._free_memory is not None:
             after = (*after, self.clean)
-        run_group = run.attempt(chosen, self.counts)
-        if traced:
-            run_group = partial(_run_traced, run_group)
         chosen = chosen._replace(before=before, after=after)
-        run_batch = run.build(chosen, run_group, self.failures, self.counts)
+        run_batch = run.build(chosen, self.failures, self.counts)
         return partial(_run_and_return, run_batch) if returns else run_batch
 
     @property
@@ -254,12 +240,6 @@ class Engine:
         if self.device.type == "cuda":  # an error of a kernel belongs to this batch
             torch.cuda.synchronize(self.device)
         return fetched
-
-
-def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Results:  # noqa: FBT001
-    """Run a group in the trace context of the first of its requests that has one."""
-    with values.trace_context(group.items):
-        return run_group(group, copies)
 
 
 def _run_and_return(run_batch: Run, entries: Entries) -> Results:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from torch_py_backend import composition
 from torch_py_backend.errors import BackendError
 from torch_py_backend.pipeline.failures import Failure, Failures
-from torch_py_backend.values import Call, Columns, Item, Items, Tree, Value
+from torch_py_backend.values import Call, Columns, Item, Items, Tree, Value, trace_context
 
 # One request's tensors by name, or why it is refused.
 Entry: TypeAlias = "Item | BackendError"
@@ -171,20 +171,20 @@ def attempt(stages: Stages, counts: Counts) -> Attempt:
     return run_group
 
 
-def build(
-    stages: Stages,
-    run_group: Attempt,
-    failures: Failures,
-    counts: Counts,
-) -> Run:
-    """Return the function that runs entries: it returns a result or an error for each, in order."""
+def build(stages: Stages, failures: Failures, counts: Counts) -> Run:
+    """Return the function that runs entries: it returns a result or an error for each, in order.
+
+    The model runs in the trace context of the first request of a group that has one.
+    """
+    run_group = attempt(stages, counts)
     before, group_entries, after = stages.before, stages.group, stages.after
 
     def retried(group: Group, failure: Failure) -> Results:
         def run_some(items: Items) -> Results:
             rows = counts.rows
             try:
-                return run_group(group._replace(items=items), True)  # noqa: FBT003
+                with trace_context(items):
+                    return run_group(group._replace(items=items), True)  # noqa: FBT003
             finally:
                 counts.retried_rows += counts.rows - rows
 
@@ -201,7 +201,8 @@ def build(
             try:
                 if failures.fatal is not None:
                     raise failures.fatal
-                outcomes = run_group(group, number < len(groups))
+                with trace_context(group.items):
+                    outcomes = run_group(group, number < len(groups))
             except KeyboardInterrupt:  # of `check` or `tune`
                 raise
             except BaseException as error:
