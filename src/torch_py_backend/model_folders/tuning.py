@@ -44,12 +44,14 @@ _CANDIDATES: tuple[tuple[str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("eager", "", _MODULES, {}),
     ("channels_last", "", _WEIGHTS, {"OPTIMIZE": "channels_last"}),
     ("freeze", "", ("TORCHSCRIPT",), {"OPTIMIZE": "freeze"}),
+    ("aoti", "", _MODULES, {"OPTIMIZE": "aoti"}),
     ("compile", "", _MODULES, {COMPILE: "{}"}),
     ("compile, freezing", "", _MODULES, {COMPILE: _FREEZING}),
     ("compile, channels_last", "", _MODULES, {COMPILE: "{}", "OPTIMIZE": "channels_last"}),
     ("compile, fixed sizes", "", _MODULES, {COMPILE: '{"dynamic": false}'}),
     ("compile, CUDA graphs", "a GPU", _MODULES, _GRAPHS),
     ("bf16", "16 bits", _WEIGHTS, {"OPTIMIZE": "bf16"}),
+    ("aoti, bf16", "16 bits", _MODULES, {"OPTIMIZE": "aoti,bf16"}),
     ("compile, freezing, bf16", "16 bits", _MODULES, {COMPILE: _FREEZING, "OPTIMIZE": "bf16"}),
 )
 
