@@ -80,8 +80,6 @@ class Streaming:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_SECONDS_TO_END)
 
-    # --- in the thread of the streams --------------------------------------------------------
-
     def _drive(self, threads: int) -> None:
         """Run streams until `close`."""
         torch.set_num_threads(threads)

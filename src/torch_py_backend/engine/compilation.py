@@ -104,9 +104,7 @@ class Compiled:
             ) from error
 
     def seal(self, counts: Counts) -> Call:
-        """Compile no more graphs, and return the model: calls without a graph run eagerly.
-
-        `counts` counts those calls.
+        """Compile no more graphs, and return the model: calls without one are eager, and counted.
 
         A model with graph breaks continues eagerly where a graph is missing. "fail_on_recompile"
         would require to run the model again from its start, which would change inputs and buffers

@@ -171,10 +171,7 @@ class Engine:
         return results
 
     def _unless_lost(self, results: Results, _: Entries = ()) -> Results:
-        """Return results, or a refusal of each if the owner of shared weights has ended.
-
-        Results may be wrong if it has ended meanwhile.
-        """
+        """Return results, or refusals if the owner of shared weights has ended meanwhile."""
         if self._shared is None or not self._shared.lost():
             return results
         lost = self.failures.poison("the instance that owned the weights has ended")

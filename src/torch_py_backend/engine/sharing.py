@@ -39,9 +39,7 @@ _ANSWER_S = 60.0
 
 
 def mapped(config: ModelConfig, loaded: Loaded) -> Mapped:
-    """Return which of a model's weights are in mapped files, once it has its final form.
-
-    Buffers that a module computes when it is built are not in the files: each instance has its own.
+    """Return which weights of a model's state_dict are in mapped files.
 
     Raises:
         ConfigError: ENABLE_WEIGHT_SHARING is true, and some weights are not shared.
@@ -73,10 +71,7 @@ class MappedFiles:
         self._due = 0.0
 
     def changed(self) -> str:
-        """Return the name of a file that was written; empty: none was, or the last look is new.
-
-        The files are looked at once a second.
-        """
+        """Return the name of a file that was written; empty: none, or it is not time to look."""
         if time.monotonic() < self._due:
             return ""
         self._due = time.monotonic() + _PERIOD_S

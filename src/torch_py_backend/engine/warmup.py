@@ -42,16 +42,13 @@ _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 def run(
     engine: Engine, *, serving: bool = False, row_counts: Sequence[int | None] = ()
 ) -> list[str]:
-    """Call the engine with a sample of every kind of batch.
-
-    Return the attributes of the model that have changed and cannot be put back; see `ModelState`.
+    """Call the engine with a sample of every kind of batch; return what `ModelState` returns.
 
     `serving`: the model is served next; then a made-up sample that fails is a warning. `row_counts`
     are the only ones that are going to be called; empty: any.
 
     Raises:
-        LoadError: forward() failed, its result contradicts the config, or the rows of a batch,
-            which auto-completion has chosen, depend on each other.
+        LoadError: forward() failed, or its result contradicts the config; see also `check_rows`.
         ConfigError: the model changes attributes, and other instances share its weights.
     """
     config = engine.config
@@ -94,10 +91,7 @@ def run(
 
 
 def _run_sample(engine: Engine, call: _Call, sample: Item) -> BackendError | None:
-    """Call the engine with a sample until requests of its kind cost no first call.
-
-    Return the error of a request that failed.
-    """
+    """Call the engine until requests like the sample cost no first call; return their error."""
     states = engine.config.states
     items = example_inputs.requests(engine.config, sample)
     repeats = _REPEATS if engine.compiles or engine.loaded.signature.torchscript else 1
@@ -177,8 +171,7 @@ def _row_counts(engine: Engine) -> Sequence[int | None]:
 def check_rows(config: ModelConfig, call: _Call, example: Item, rows: int) -> None:
     """Compare rows that are computed alone with those in a batch, which Triton forms of requests.
 
-    If they differ, that is an error where auto-completion has chosen the batch, else a warning.
-    Outputs that are not floating point are not compared, nor random ones.
+    Outputs that are not floating point are not compared, nor random ones. A difference is logged.
 
     Raises:
         ConfigError: rows depend on each other, and auto-completion has chosen the batch.
