@@ -74,9 +74,12 @@ def _selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
         yield from _selectors(inner)
 
 
+BY_NAME = {row.name: row for row in metric_families.TABLE}
+
+
 def known() -> dict[str, Family | None]:
     """The series of this backend with their rows, and Prometheus' own."""
-    return {**metric_families.BY_NAME, _UP: None}
+    return {**BY_NAME, _UP: None}
 
 
 def table() -> str:

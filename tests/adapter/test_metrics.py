@@ -221,9 +221,10 @@ def test_published_series_are_those_of_the_table(
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10)])
     for scenario in (streamed.TABLE[0].scenario, named("state_oldest")):
         load(tmp_path, scenario)
-    assert MetricFamily.made.keys() == metrics.BY_NAME.keys()
+    rows = {row.name: row for row in metrics.TABLE}
+    assert MetricFamily.made.keys() == rows.keys()
     for name, series in MetricFamily.made.items():
-        row = metrics.BY_NAME[name]
+        row = rows[name]
         assert (MetricFamily.kinds[name] == MetricFamily.GAUGE) == (not row.grows)
         assert all(metric.labels.keys() == set(row.labels) for metric in series)
 

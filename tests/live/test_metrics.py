@@ -19,7 +19,6 @@ import tritonclient.grpc
 from scenarios import Scenario
 from tritonclient.utils import InferenceServerException
 
-from torch_py_backend.adapter import metrics as metric_families
 from torch_py_backend.server import Server
 
 _SECONDS = 60
@@ -115,7 +114,7 @@ def test_what_is_scraped_has_the_names_labels_kinds_and_help_of_the_table(server
     seen = set()
     for sample in scrape(server):
         if sample.name.startswith("pytorch_py_"):
-            row = metric_families.BY_NAME[sample.name]
+            row = monitoring.BY_NAME[sample.name]
             assert sample.labels.keys() == set(row.labels)
             kind = "counter" if row.grows else "gauge"
             assert f"# TYPE {sample.name} {kind}\n" in text

@@ -57,13 +57,11 @@ class Answering:
             return self._respond(requests, [fatal] * len(requests))
         # Cancelled steps of a sequence run, too: the next step needs their states.
         checks = not self._in_sequences and self._last_seconds > len(requests) * CHECK_CANCELLED_S
-        entries: Sequence[Entry] = ()
-        if not (checks and any(request.is_cancelled() for request in requests)):
-            try:
-                entries = self._read(requests)
-            except Exception:  # it is found by reading the requests one by one
-                entries = ()
-        all_read = bool(entries)
+        all_read = not (checks and any(request.is_cancelled() for request in requests))
+        try:
+            entries: Sequence[Entry] = self._read(requests) if all_read else ()
+        except Exception:  # it is found by reading the requests one by one
+            all_read = False
         if not all_read:
             entries = [self._read_one(request, checks) for request in requests]
         try:

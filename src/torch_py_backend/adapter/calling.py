@@ -13,11 +13,8 @@ from torch import Tensor
 from torch_py_backend.adapter import messages
 from torch_py_backend.composition import Model, Results
 from torch_py_backend.errors import CallError, a_type, sanitize_line
+from torch_py_backend.pipeline.run import CODES, OK
 from torch_py_backend.values import Value, to_column
-
-# Error codes of the called model to pass on to the client; any other becomes INTERNAL.
-_PASSED_ON = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED")
-_CHOSEN_BY_TRITON = -1
 
 
 def send(own: str, called: Model, inputs: Mapping[str, object]) -> Results:
@@ -42,7 +39,7 @@ def send(own: str, called: Model, inputs: Mapping[str, object]) -> Results:
             )
     request = pb_utils.InferenceRequest(
         model_name=called.name,
-        model_version=_CHOSEN_BY_TRITON if called.version is None else called.version,
+        model_version=-1 if called.version is None else called.version,
         inputs=[messages.write_tensor(name, value) for name, value in values.items()],
         requested_output_names=[],  # all
         parameters=dict(called.parameters),
@@ -53,7 +50,7 @@ def send(own: str, called: Model, inputs: Mapping[str, object]) -> Results:
     except pb_utils.TritonModelException as error:
         raise CallError(called.name, sanitize_line(str(error))) from None
     if response.has_error():
-        codes = {getattr(pb_utils.TritonError, name): name for name in _PASSED_ON}
+        codes = {getattr(pb_utils.TritonError, name): name for name in CODES if name != OK}
         code = codes.get(response.error().code(), "INTERNAL")
         said = sanitize_line(response.error().message())
         raise CallError(called.name, f"it answers: {said}", code=code)

@@ -22,10 +22,9 @@ from torch_py_backend.values import Item, RequestItem, Step, Value
 DLPACK_BYTES = 4096
 _MAX_ID_LENGTH = 64
 
-# `pb_utils.InferenceRequest`, `InferenceResponse` and `Tensor`.
+# `pb_utils.InferenceRequest` and `InferenceResponse`.
 Request: TypeAlias = Any
 Response: TypeAlias = Any
-OutputTensor: TypeAlias = Any
 # Returns the item of each request; raises what Triton's utilities raise.
 Read: TypeAlias = "Callable[[Sequence[Request]], list[Item]]"
 
@@ -153,12 +152,12 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
     return write_batch
 
 
-def write_tensor(name: str, value: Value) -> OutputTensor:
+def write_tensor(name: str, value: Value) -> Any:
     """Convert a contiguous value to one of Triton's tensors."""
     return _written(name, value, (1,))[0]
 
 
-def _written(name: str, output: Value, sizes: Sequence[int]) -> list[OutputTensor]:
+def _written(name: str, output: Value, sizes: Sequence[int]) -> list[Any]:
     """Convert a contiguous output to one of Triton's tensors for each number of rows."""
     if isinstance(output, Tensor) and not output.nbytes:
         output = output.cpu()  # as an array: Triton compares the strides even of an empty capsule

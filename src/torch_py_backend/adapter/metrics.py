@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 _SECONDS = 1.0
 _STAGES = ("preprocess", "gather", "host_to_device", "forward", "device_to_host", "postprocess")
-# Returns the present values by the family's own label, "" where it has none.
-Read: TypeAlias = "Callable[[Publisher], Mapping[str, float]]"
 
 
 class Family(NamedTuple):
@@ -44,13 +42,13 @@ class Family(NamedTuple):
     Attributes:
         name: the Prometheus name.
         doc: a description; Triton's HELP.
-        read: returns the present values; empty: the instance has no series.
+        read: returns the present values by its own label, "" without; empty: it has no series.
         label: the label that it has beside those of the model or the instance; empty: none.
     """
 
     name: str
     doc: str
-    read: Read
+    read: Callable[[Publisher], Mapping[str, float]]
     label: str = ""
 
     @property
@@ -139,8 +137,6 @@ TABLE: tuple[Family, ...] = (
         lambda of: {"": of.status.running_seconds()},
     ),
 )
-
-BY_NAME = {row.name: row for row in TABLE}
 
 
 class Publisher:
