@@ -72,8 +72,7 @@ class LocalServer:
         arguments: Sequence[str] = (),
         timeout: float = 600.0,
     ) -> None:
-        is_url = "://" in str(repository)
-        self.repository = str(repository) if is_url else str(Path(repository).absolute())
+        self.repository = str(repository)
         self._timeout, self._cache = timeout, cache
         self._options: dict[str, Any] = {
             "ports": (http_port, grpc_port, metrics_port, 0),
@@ -89,15 +88,8 @@ class LocalServer:
     def __repr__(self) -> str:
         return f"<LocalServer of {self.repository}: {self.http_address or 'not started'}>"
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Start the server, and wait until every model is READY."""
+    def start(self) -> Self:
+        """Start the server, wait until every model is READY, and return the server."""
         if self._thread is not None:
             raise ToolError("the server runs already; stop it first.")
         path = remote_repository.local(self.repository, self._cache, _report)
@@ -117,6 +109,12 @@ class LocalServer:
         self.http_address, self.grpc_address = server.http_address, server.grpc_address
         self.metrics_address = server.metrics_address
         _report(f"serving on {self.url} and grpc://{self.grpc_address}")
+        return self
+
+    __enter__ = start
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         """Stop the server. May be called twice."""

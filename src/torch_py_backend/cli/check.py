@@ -96,12 +96,11 @@ def _try(folder: Path, timeout: float, *, traceback: bool) -> tuple[str, str, Js
         version = repository.latest(folder, document)
         arguments = {"arguments": pbtxt.arguments(folder, version, document)}
         report = child_process.run(creation.INSPECT, arguments, timeout)
-    except (BackendError, OSError) as error:
-        known = error if isinstance(error, BackendError) else ConfigError(str(error))
-        text = named(folder.name, known)
+    except BackendError as error:
+        text = named(folder.name, error)
         report = {"error": text, "warnings": warnings}
         if traceback:
-            report["traceback"] = known.traceback
+            report["traceback"] = error.traceback
         return "FAILED", text, report
     report |= {"version": version, "warnings": warnings + report["warnings"]}
     return "OK", f"{folder.name} {version}", report

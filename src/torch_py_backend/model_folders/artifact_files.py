@@ -38,9 +38,8 @@ def find(
         return _pretrained(path, example, tensors=tensors)
     beside = path.with_name(EXAMPLE)
     extra = {EXAMPLE: (example or beside).absolute()} if example or beside.is_file() else {}
-    hooks = path.with_name(discovery.HOOKS)
-    if hooks.is_file() and b"Hooks" in hooks.read_bytes():
-        extra |= source_dependencies.modules(hooks.parent, hooks.stem)
+    if path.with_name(discovery.HOOKS).is_file():
+        extra |= source_dependencies.modules(path.parent, "hooks")
     artifact = discovery.of_file(path)
     if artifact.kind is ArtifactType.MODULE:
         weights = None if path == artifact.path else path

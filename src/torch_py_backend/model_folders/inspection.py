@@ -188,9 +188,8 @@ def _compare(engine: Engine, reference: str) -> None:
             if count < rows and outputs[name].shape != wanted.shape:
                 continue
             error = difference(outputs[name], wanted)
-            # An option such as bf16 reduces the precision.
-            reduces = bool(engine.config.options.optimize)
-            limit = MAX_ERROR_REDUCED if reduces else tolerance(wanted)
+            reduced = engine.config.options.optimize  # such as bf16
+            limit = MAX_ERROR_REDUCED if reduced else tolerance(wanted)
             if not error <= limit:
                 raise OutputError(
                     f"output '{name}' of the saved model differs from the module's own by"

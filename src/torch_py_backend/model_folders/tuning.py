@@ -27,8 +27,6 @@ TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")
 """The options that a candidate replaces."""
 # The largest difference from the outputs as configured, relative to their values.
 MAX_ERROR, MAX_ERROR_REDUCED = 1e-4, 0.03
-# Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
-_FIRST_CALLS = 3
 _ROUNDS = 5
 _LIMIT_S = 3600.0  # of a candidate, with its compilation
 _SECONDS = 0.2  # of one measurement
@@ -126,9 +124,7 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
         for rows in (1, full):
             sample = batch(candidate, rows)
             calls = [partial(run, engine, sample) for engine in engines]
-            for _ in range(_FIRST_CALLS):
-                results = zip(*(call() for call in calls), strict=True)
-            for outputs, expected in results:
+            for outputs, expected in zip(*(call() for call in calls), strict=True):
                 errors += [difference(outputs[name], expected[name]) for name in expected]
             mine, others = _alternate(calls)
             seconds.append(median(mine))
