@@ -43,8 +43,6 @@ _EXAMPLE = (
     f"{example_inputs.NAME}.safetensors in the version folder, or a function"
     f" {example_inputs.NAME}() in model.py or hooks.py"
 )
-# Models with these keys in config.pbtxt, and decoupled ones, are not run.
-_NOT_RUN = ("batch_input", "batch_output", "sequence_batching")
 _NONE: Mapping[str, Collection[int]] = {}
 
 
@@ -54,8 +52,9 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
     With `finds_batch`, a model with listed inputs is tried for a batch dimension, too.
     """
     document = json.loads(arguments["model_config"])
-    decoupled = document.get("model_transaction_policy", {}).get("decoupled")
-    if decoupled or any(document.get(key) for key in _NOT_RUN):
+    not_run = [*map(document.get, ("batch_input", "batch_output", "sequence_batching"))]
+    not_run.append(document.get("model_transaction_policy", {}).get("decoupled"))
+    if any(not_run):
         raise ConfigError(
             "config.pbtxt lacks inputs or outputs, which are not inferred for ragged inputs and"
             " outputs, sequences and decoupled models",

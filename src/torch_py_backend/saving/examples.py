@@ -85,14 +85,9 @@ def from_arguments(
         return {name: value.detach().cpu() for name, value in values if isinstance(value, Tensor)}
 
     outputs = run(item)
-    batched = max_batch_size != 0 and schema.is_batch(run, item)
-    if max_batch_size and not batched:
-        raise SaveError(
-            f"max_batch_size is {max_batch_size}, and with twice the rows the example's outputs"
-            " have not twice the rows",
-            expected="tensors whose dimension 0 is the batch",
-            cure="Set max_batch_size to 0, or correct the example.",
-        )
+    batched = bool(max_batch_size)
+    if max_batch_size is None:
+        batched = schema.is_batch(run, item)
     if not batched:  # Triton has no tensors without dimensions
         item, outputs = (
             {name: torch.atleast_1d(torch.as_tensor(value)) for name, value in values.items()}

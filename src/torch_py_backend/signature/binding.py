@@ -138,24 +138,22 @@ def _places(
     ordered: bool,
 ) -> dict[str, Place]:
     """Return the places of names: parts of one argument, each separately, or all in order."""
-    numbers = {name: ordinal(name) for name in names}
     container = signature.container_argument(names)
     if container is not None:
         keys: Sequence[Any] = names
         if container.type is not ArgumentType.DICT:
-            keys = range(len(names)) if None in numbers.values() else [*numbers.values()]
+            numbers = [ordinal(name) for name in names]
+            keys = range(len(names)) if None in numbers else numbers
         return {name: (container.name, (key,)) for name, key in zip(names, keys, strict=True)}
     places = {name: signature.place(name) for name in names}
     requested = [name for name in names if name not in sequence_inputs]
+    by_order = not any(places.values())
     if signature.torchscript:
-        by_order = not (
-            set(requested) <= set(signature.named)
-            or None not in map(numbers.get, requested)
-            or any(map(is_path, requested))
+        by_order = (
+            not set(requested) <= set(signature.named)
+            and None in map(ordinal, requested)
+            and not any(map(is_path, requested))
         )
-    else:
-        in_grammar = any(numbers[name] is not None or is_path(name) for name in names)
-        by_order = not in_grammar and not any(places.values())
     slots = signature.slots(len(names))
     if by_order and ordered:
         used = [places.get(name) for name in sequence_inputs]
