@@ -73,7 +73,7 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
         inputs, outputs, rows = exported.describe(artifact.path)
         if batched is None:  # a fixed first dimension is not taken for a batch
             values = (*inputs.values(), *outputs.values())
-            batched = not any(isinstance((*value.shape, 1)[0], int) for value in values)
+            batched = all(v.ndim and not isinstance(v.shape[0], int) for v in values)
         inferred = _schema(inputs, outputs, rows.most, batched=batched)
     else:
         inferred = _try(config, document, artifact, hooks, batched=batched)
@@ -144,7 +144,8 @@ def _items(
             for shrunk in (False, True)
         ]
     if batched and hooked:  # rows alone, such as texts of different lengths, show which dims vary
-        items += [{name: value[at : at + 1] for name, value in items[0].items()} for at in (0, 1)]
+        for at in (0, 1):
+            items.append({name: value[at : at + 1] for name, value in items[0].items()})
     return items
 
 
@@ -158,7 +159,8 @@ def _run(
     batched: bool,
 ) -> Item:
     """Return the outputs for an item by name, with all dims."""
-    rows = next((value.shape[0] for value in item.values() if batched and value.ndim), 0)
+    sizes = [value.shape[0] for value in item.values() if value.ndim]
+    rows = sizes[0] if batched and sizes else 0
     listed = model_config.listed_inputs({"input": entries(item, batched=rows > 0)})
     config = dataclasses.replace(config, inputs=listed, outputs=(), max_batch_size=rows)
     try:

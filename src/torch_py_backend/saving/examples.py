@@ -67,7 +67,9 @@ def from_arguments(
         keys = [introspection.path_key(key) for key in path]
         # The keys of a dict that is the only argument are names of inputs.
         is_key = signature.container_argument([]) is not None and isinstance(keys[-1], str)
-        name = str(keys[-1]) if len(keys) == 1 + is_key else path_text("KWARGS", tuple(keys))
+        name = path_text("KWARGS", keys)
+        if len(keys) == 1 + is_key:
+            name = str(keys[-1])
         if not isinstance(value, Tensor):
             raise SaveError(
                 f"the value of '{name}' in example_inputs is {a_type(value)}",
@@ -120,7 +122,8 @@ def _batch_size(item: Item, max_batch_size: int | None) -> int:
     """Return the max_batch_size of the config; None: the default."""
     if max_batch_size is not None:
         return max_batch_size
-    return max(schema.DEFAULT_BATCH_SIZE, *next(iter(item.values())).shape[:1])
+    first = next(iter(item.values()))
+    return max(schema.DEFAULT_BATCH_SIZE, *first.shape[:1])
 
 
 def _dynamic_dims(shapes: Any, keys: Sequence[int | str]) -> set[int]:

@@ -145,7 +145,8 @@ class Signature:
         name = (self.leaves or {}).get(name, name)
         if name in self.named:
             return name, ()
-        number, below = ordinal(name), Path()
+        number = ordinal(name)
+        below: Path = ()
         path, any_keyword = _PATH.fullmatch(name), self.has(Passing.VAR_KEYWORD)
         if path is not None and self.leaves is None:
             keys = re.findall(r"[^\[\]]+", path[2])

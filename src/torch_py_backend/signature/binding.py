@@ -177,7 +177,11 @@ def _places(
     return {name: place for name, place in places.items() if place is not None}
 
 
-def _tree(feeds: Mapping[Path, str], kind: ArgumentType | None, columns: list[str]) -> Any:
+def _tree(
+    feeds: Mapping[Path, str],
+    kind: ArgumentType | None,
+    columns: list[str],
+) -> Any:
     """Return an argument, or a part of one, with the numbers of columns as its leaves.
 
     `feeds` are its inputs by their paths in it, whose names are appended to those of the columns.
@@ -194,14 +198,15 @@ def _tree(feeds: Mapping[Path, str], kind: ArgumentType | None, columns: list[st
     branches: dict[int | str, dict[Path, str]] = {}
     for (key, *below), name in feeds.items():
         branches.setdefault(key, {})[tuple(below)] = name
+    parts = {key: _tree(branch, None, columns) for key, branch in branches.items()}
     if kind is ArgumentType.DICT or not all(isinstance(key, int) for key in branches):
-        return {str(key): _tree(branch, None, columns) for key, branch in branches.items()}
+        return {str(key): part for key, part in parts.items()}
     if branches.keys() != set(range(len(branches))):
         raise BindingError(
             f"{join_names(feeds.values())} leave gaps in a list",
             expected=f"items 0 to {len(branches) - 1}",
         )
-    items = [_tree(branches[index], None, columns) for index in range(len(branches))]
+    items = [parts[index] for index in range(len(parts))]
     return tuple(items) if kind is ArgumentType.TUPLE else items
 
 
@@ -211,4 +216,6 @@ def _filled(tree: Any, columns: Sequence[object]) -> Any:
         return columns[tree]
     if isinstance(tree, dict):
         return {key: _filled(part, columns) for key, part in tree.items()}
-    return None if tree is None else type(tree)([_filled(part, columns) for part in tree])
+    if tree is None:
+        return None
+    return type(tree)([_filled(part, columns) for part in tree])
