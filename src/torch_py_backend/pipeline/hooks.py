@@ -52,11 +52,15 @@ class HookedPipeline:
     """
 
     def __init__(
-        self, config: ModelConfig, signature: Signature, hooks: Hooks, device: torch.device
+        self,
+        config: ModelConfig,
+        signature: Signature,
+        hooks: Hooks,
+        device: torch.device,
     ) -> None:
         self.hooks = hooks
         self._batched = config.max_batch_size > 0
-        self._signature, self._device = signature, device
+        self._device = device
         dtype = config.options.weights_dtype
         self._dtype = getattr(torch, dtype) if dtype else None
         bind = partial(bind_inputs, signature=signature, ordered=False)
@@ -101,7 +105,12 @@ class HookedPipeline:
 
         return self.inputs.stage(lambda binding: partial(rows_of, binding))
 
-    def _prepare(self, item: Item, binding: InputBinding, rows: list[Sequence[Tree]]) -> Item:
+    def _prepare(
+        self,
+        item: Item,
+        binding: InputBinding,
+        rows: Sequence[Sequence[Tree]],
+    ) -> Item:
         """Return the prepared rows of a request.
 
         Raises:
@@ -173,7 +182,7 @@ class HookedPipeline:
     def _call_module(self, module: Call, prepared: Tree) -> Tree:
         """Call the module with a dict of named arguments, a tuple of arguments, or one argument."""
         move = partial(to_device, device=self._device, dtype=self._dtype)
-        if self._signature.leaves is None and not isinstance(prepared, Mapping):
+        if not isinstance(prepared, Mapping):
             parts = prepared if isinstance(prepared, tuple) else (prepared,)
             return module(*map(move, parts))
         named = {name: move(part) for name, part in _named(prepared).items()}
@@ -261,10 +270,14 @@ def _copied(row: Tree) -> Tree:
 
 def _key(row: Mapping[str, Tensor]) -> Hashable:
     """Return what the rows of a batch have in common."""
-    return tuple([(name, part.shape, part.dtype, part.device) for name, part in row.items()])
+    return tuple([(name, part.shape, part.dtype) for name, part in row.items()])
 
 
-def to_device(tree: Tree, device: torch.device, dtype: torch.dtype | None = None) -> Tree:
+def to_device(
+    tree: Tree,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tree:
     """Move the tensors of a tree to a device, and convert floating-point ones to a type, if any."""
 
     def move(part: Tensor) -> Tensor:
