@@ -15,14 +15,13 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import compilation, sharing
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
-from torch_py_backend.pipeline import batches, run, sequences, stages
+from torch_py_backend.pipeline import batches, ragged, run, sequences, stages
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.hooks import HookedPipeline, copy_rows
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.outputs import Finite, extractor
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
-from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import (
     After,
     Before,
@@ -204,9 +203,9 @@ class Engine:
             after = (*after, finite) if steps is None else (finite, *after)
         limited = rows.most is not None and rows.most < config.max_batch_size
         takes_any_rows = not limited and not rows.buckets and rows.least <= 1
-        ragged = Ragged(config) if config.batch_outputs else None
-        scatter: Scatter = stages.scatter_by_name(names, ragged, self.padding)
-        if writer is not None and not after and ragged is None and self.padding is None:
+        split = ragged.splitter(config) if config.batch_outputs else None
+        scatter: Scatter = stages.scatter_by_name(names, split, self.padding)
+        if writer is not None and not after and split is None and self.padding is None:
             scatter = writer
         if hooked is not None:
             group = hooked.stage(self._forward)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.padding import Padding
-from torch_py_backend.pipeline.ragged import Ragged
+from torch_py_backend.pipeline.ragged import Split
 from torch_py_backend.pipeline.run import Counts, Extract, Fill, Result, Results, Scatter
 from torch_py_backend.values import Call, Columns, Item, Items, Rows, Value, trace_context
 
@@ -44,13 +44,11 @@ def filled(
     return fill
 
 
-def scatter_by_name(
-    names: Sequence[str], ragged: Ragged | None, padding: Padding | None
-) -> Scatter:
+def scatter_by_name(names: Sequence[str], split: Split | None, padding: Padding | None) -> Scatter:
     """Return what makes a result for each item from the outputs of a batch."""
 
     def scatter(outputs: Columns, sizes: Sequence[int], items: Items) -> Results:
-        parts = list(outputs) if ragged is None else ragged.split(items, outputs)
+        parts = list(outputs) if split is None else split(items, outputs)
         results = batches.scatter(parts, names, sizes)
         if padding is not None:
             padding.cut(results, items)
