@@ -14,7 +14,6 @@ from torch_py_backend.engine import aoti, runtime, sharing
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading import hooks as user_hooks
-from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.processes import private_files
 from torch_py_backend.signature import binding
 
@@ -38,7 +37,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
             undo.callback(shared.close)
             # A module is built on the CPU: weights that it shares need not be copied to the device.
             # A graph is loaded on the device, because its constants are not shared.
-            if artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY) and not shared.owns:
+            if artifact.kind.has_weights_apart and not shared.owns:
                 weights_device = torch.device("cpu")
         loaded = registry.load(artifact, config, weights_device)
         loaded = dataclasses.replace(loaded, module=registry.optimize(config, loaded))

@@ -28,6 +28,11 @@ class ArtifactType(enum.Enum):
     AOTI = "an AOTInductor package"
     FACTORY = "a factory of an installed package"
 
+    @property
+    def has_weights_apart(self) -> bool:
+        """Whether the weights are in a file of their own, and the artifact is Python code."""
+        return self in (ArtifactType.MODULE, ArtifactType.FACTORY)
+
 
 class NoModel(enum.Enum):
     """The type of a file that is no model."""
@@ -56,8 +61,7 @@ class Artifact:
     def source(self) -> Path | None:
         """The file that may register what a complete artifact needs, and is imported before it."""
         path = self.path.with_name("model.py")
-        has_code = self.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
-        return path if path.is_file() and not has_code else None
+        return path if path.is_file() and not self.kind.has_weights_apart else None
 
     def weight_files(self) -> list[Path]:
         """Return the files of its weights, an index before its shards."""
@@ -93,11 +97,10 @@ def find(config: ModelConfig) -> Artifact:
     else:
         artifact = of_file(_model_file(config))
         stem = artifact.path.with_suffix("")
-    has_code = artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
     weights = None
-    if has_code and not name:
+    if artifact.kind.has_weights_apart and not name:
         weights = weights_beside(stem)
-    elif has_code and name.lower() != "none":
+    elif artifact.kind.has_weights_apart and name.lower() != "none":
         check_inside(config, "WEIGHTS", name)  # in the version folder, or in the model's
         weights = folder / name
     hooks = folder / HOOKS

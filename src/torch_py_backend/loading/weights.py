@@ -26,13 +26,6 @@ from torch_py_backend.loading.discovery import Artifact
 
 _Built = TypeVar("_Built")
 
-# The most characters of torch's reason in a message.
-_LONGEST = 2000
-_SAVE = (
-    "Save module.state_dict() of the class that is served, not of a DataParallel or compiled module"
-    " around it; or change MODEL_KWARGS so that the constructor builds the module the weights"
-    " belong to."
-)
 # The class or function that weights_only refuses, in the message of torch.load.
 _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
@@ -45,15 +38,15 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
             its entries.
     """
     own = module.state_dict(keep_vars=True)
-    if artifact.weights is None:
-        if not own:
-            return
+    if artifact.weights is None and own:
         raise ArtifactError(
             f"{type(module).__name__} has {counted(len(own), 'weight')}, and there is no weights"
             f" file beside {artifact.path.name}",
             expected=f"{artifact.path.stem}.safetensors, .pt or .pth",
             cure='Save module.state_dict() there, or set the parameter WEIGHTS to "none".',
         )
+    if artifact.weights is None:
+        return
     state = read(config, artifact.weights)
     # A file may have one of the names of tied weights.
     present = {id(value): state[key] for key, value in own.items() if key in state}
@@ -65,10 +58,11 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
         with contextlib.nullcontext() if copied else mapped_files.AliasOnCopy(state.values()):
             module.load_state_dict(state)
     except Exception as error:  # the module may load the entries with code of its own
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
         raise ArtifactError(
             f"the weights in {artifact.weights.name} do not fit the module: {printable(reason)}",
-            cure=_SAVE,
+            cure="Save module.state_dict() of the class that is served, not of a DataParallel or"
+            " compiled module around it; or change MODEL_KWARGS, from which it is built.",
         ) from error
 
 
