@@ -197,9 +197,14 @@ def is_inside(path: Path, *folders: Path) -> bool:
 def shard_files(weights: Path) -> dict[str, Path]:
     """Return the existing files that an index names, by name; loading reports an invalid index."""
     with contextlib.suppress(Exception):  # it is no index
-        names = sorted({*weight_map(weights).values()}) if weights.suffix == ".json" else ()
+        names = shard_names(weights) if weights.suffix == ".json" else []
         return {name: path for name in names if (path := weights.parent / name).is_file()}
     return {}
+
+
+def shard_names(index: Path) -> list[str]:
+    """Return the files that Hugging Face's index names; raise if it is not an index."""
+    return sorted({*json.loads(index.read_bytes())["weight_map"].values()})
 
 
 # The members of zip archives, behind the name of the archive.
@@ -246,8 +251,3 @@ def aoti_metadata(path: Path) -> dict[str, str]:
 def is_cuda_package(path: Path) -> bool:
     """Return whether a file is an AOTInductor package for a CUDA device."""
     return aoti_metadata(path).get("AOTI_DEVICE_KEY") == "cuda"
-
-
-def weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each weight in Hugging Face's index; raise if it is not an index."""
-    return dict(json.loads(index.read_bytes())["weight_map"])

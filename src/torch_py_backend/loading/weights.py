@@ -92,17 +92,15 @@ def _read(config: ModelConfig, path: Path) -> object:
     if path.suffix != ".json":
         mmap = discovery.can_be_mapped(path)
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
-    weight_map = discovery.weight_map(path)
-    state: dict[str, Tensor] = {}
-    for name in sorted({*weight_map.values()}):
+    state: dict[str, Any] = {}
+    for name in discovery.shard_names(path):
         shard = path.parent / name
         # If the index is a link, its shards may be links into the folder of its target.
         inside = discovery.is_inside(shard, config.folder, path.resolve().parent)
         if not inside or not shard.is_file():
             expected = "a file beside the index"
             raise ArtifactError(f"{path.name} names {name}", expected=expected)
-        entries = read(config, shard)
-        state |= {key: value for key, value in entries.items() if weight_map.get(key, name) == name}
+        state |= read(config, shard)
     return state
 
 
