@@ -143,16 +143,6 @@ class Tensor:
     def name(self) -> str:
         return self._name
 
-    def is_cpu(self) -> bool:
-        return self._torch is None or not self._torch.is_cuda
-
-    def __dlpack__(self, *, stream: Any = None) -> Any:
-        return self.to_dlpack()
-
-    def __dlpack_device__(self) -> Any:
-        tensor = torch.from_numpy(self.as_numpy()) if self._torch is None else self._torch
-        return tensor.__dlpack_device__()
-
     def as_numpy(self) -> np.ndarray[Any, Any]:
         if self._torch is None:
             assert self._array is not None

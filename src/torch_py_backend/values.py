@@ -15,11 +15,10 @@ from torch import Tensor
 
 from torch_py_backend.errors import BackendError
 
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 # A column of strings: an array of objects.
 Strings: TypeAlias = "np.ndarray[Any, np.dtype[np.object_]]"
 # Numbers of an item may be arrays, which are cheaper to create. Those of a batch are tensors.
-Value: TypeAlias = "Tensor | Array"
+Value: TypeAlias = "Tensor | np.ndarray[Any, np.dtype[Any]]"
 # One request's tensors by name, as sent by the client.
 Item: TypeAlias = "dict[str, Value]"
 Items: TypeAlias = "Sequence[Item]"

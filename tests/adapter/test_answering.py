@@ -19,7 +19,7 @@ from fake_triton import TritonError
 from instances import logged, request, until
 from scenarios import Scenario
 
-from torch_py_backend.adapter import TritonPythonModel, answering, messages
+from torch_py_backend.adapter import TritonPythonModel, answering
 from torch_py_backend.pipeline import failures
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -279,7 +279,8 @@ def test_a_poisoned_instance(
     responses: list[Any] = model.execute(sent)
     assert check(sent, responses) == [TritonError.UNAVAILABLE] * 2
     rows = model._engine.counts.rows
-    monkeypatch.setattr(messages, "read", None)
+    served: Any = model._answer
+    monkeypatch.setattr(served.__self__, "_read", None)
     assert check(sent, model.execute(sent)) == [TritonError.UNAVAILABLE] * 2
     assert model._engine.counts.rows == rows
     assert fake_triton.is_ready(generation, model) is (generation == fake_triton.GENERATIONS[0])
