@@ -360,7 +360,7 @@ _ONE, _TWO = item([1.0]), item([1.0], [2.0])
             "postprocess",
             lambda y: torch.ones(int(y)),
             _TWO,
-            "gives output 'y' other shapes for other rows of one request: [[2], [4]]",
+            "gives output 'y' other shapes for other rows of a request",
         ),
     ],
 )

@@ -156,7 +156,12 @@ class HookedPipeline:
         members = [zip(*group, strict=True) for group in groups.values()]
         return entries, [Group(_gather_rows, call, items, places) for places, items in members]
 
-    def _call(self, module: Call, binding: InputBinding | None, *columns: Value) -> Tree:
+    def _call(
+        self,
+        module: Call,
+        binding: InputBinding | None,
+        *columns: Value,
+    ) -> Tree:
         """Return the result for columns of inputs; without a binding, for a column of rows."""
         hooks = self.hooks
         parameters: Sequence[Parameters] = ()
@@ -283,7 +288,9 @@ def to_device(
     def move(part: Tensor) -> Tensor:
         return part.to(device, dtype if part.is_floating_point() else None)
 
-    return move(tree) if isinstance(tree, Tensor) else pytree.tree_map_only(Tensor, move, tree)
+    if isinstance(tree, Tensor):
+        return move(tree)
+    return pytree.tree_map_only(Tensor, move, tree)
 
 
 def split(result: Tree, rows: int) -> list[Tree]:

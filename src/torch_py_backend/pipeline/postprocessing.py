@@ -31,7 +31,11 @@ class Postprocessing:
     """
 
     def __init__(
-        self, config: ModelConfig, hook: Hook, guarded: Call, writer: Scatter | None = None
+        self,
+        config: ModelConfig,
+        hook: Hook,
+        guarded: Call,
+        writer: Scatter | None = None,
     ) -> None:
         self._hook, self._guarded = hook, guarded
         self._batched = config.max_batch_size > 0
@@ -79,10 +83,8 @@ class Postprocessing:
             try:
                 outputs.append(stack(column))
             except (RuntimeError, ValueError):
-                shapes = [list(value.shape) for value in column[:3]]
                 raise OutputError(
-                    f"postprocess() gives output '{name}' other shapes for other rows of one"
-                    f" request: {shapes}",
+                    f"postprocess() gives output '{name}' other shapes for other rows of a request",
                     expected="one shape for all",
                 ) from None
         sizes = list(map(len, requests))
