@@ -78,7 +78,7 @@ class LocalServer:
             "ports": (http_port, grpc_port, metrics_port, 0),
             "reload": reload,
             "allow_empty": allow_empty,
-            "tritonserver": tritonserver,
+            "executable": tritonserver,
             "arguments": arguments,
         }
         self._ended = threading.Event()
@@ -132,18 +132,17 @@ class LocalServer:
         log = tritonserver.create_log()
 
         def check_loads() -> None:
-            for name, reason in serving.supervisor.snapshot.models.items():
+            for name, reason in server.supervisor.snapshot.models.items():
                 if reason:
                     raise ToolError(f"model '{name}' {reason}.")
-            started.set_result(serving.server)
+            started.set_result(server)
 
         try:
-            serving = Serving(repository, _report, **self._options)
-            serving.server.log = log
+            server = Serving(repository, log=log, on_event=_report, **self._options)
             # What instances write into their temporary folder is removed with them.
             with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
-                serving.server.variables["TMPDIR"] = folder
-                code = serving.run(check_loads, self._ended.is_set)
+                server.variables["TMPDIR"] = folder
+                code = server.run(check_loads, self._ended.is_set)
             if code is not None:
                 raise ToolError(f"tritonserver has ended; its log says why: {log}.")
             if not started.done():

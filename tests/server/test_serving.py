@@ -105,15 +105,15 @@ def test_version_folders_that_are_links(repository: Path, tmp_path: Path) -> Non
 
 
 def _serving(path: Path, arguments: str) -> Serving:
-    return Serving(path, print, (0, 0, 0, 0), arguments=arguments.split(), allow_empty=True)
+    return Serving(path, [0] * 4, arguments=arguments.split(), allow_empty=True)
 
 
 def test_both_spellings_of_arguments(tmp_path: Path) -> None:
     words = "--log-verbose 1 --exit-timeout-secs=5 --load-models=c --exit-timeout-secs 7"
-    server = _serving(tmp_path, words).server
+    server = _serving(tmp_path, words)
     assert server.exit_seconds == 7
     assert server.arguments[1:] == ["--log-verbose", "1", "--load-models=c"]
-    assert _serving(tmp_path, "").server.exit_seconds == tritonserver.EXIT_SECONDS
+    assert _serving(tmp_path, "").exit_seconds == tritonserver.EXIT_SECONDS
 
 
 @pytest.mark.parametrize("argument", ["--model-control-mode=poll", "--http-port 1"])

@@ -102,22 +102,21 @@ def serve(
     key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
     restricted = [name.strip() for name in restrict.split(",")] if restrict else []
     TritonInstallation(tritonserver)  # before much is fetched
-    serving = Serving(
+    server = Serving(
         remote_repository.local(repository, cache, _say),
-        lambda event: _say(str(event), _COLORS.get(event.kind, "yellow")),
-        ports=(http_port, grpc_port, metrics_port, health_port),
-        address=address,
-        tritonserver=tritonserver,
-        arguments=arguments or (),
-        restrict=restricted,
-        key=key,
+        (http_port, grpc_port, metrics_port, health_port),
+        address,
+        tritonserver,
+        arguments or (),
+        restricted,
+        key,
+        on_event=lambda event: _say(str(event), _COLORS.get(event.kind, "yellow")),
         restarts=restarts,
         load_seconds=load_timeout,
         drain=drain,
         allow_empty=allow_empty,
         reload=reload,
     )
-    server = serving.server
     exposed = [api for api in tritonservers.SENSITIVE if api not in restricted]
     if exposed and address not in _LOCAL:
         _say(
@@ -137,14 +136,14 @@ def serve(
         _say(
             f"serving on http://{server.http_address} and grpc://{server.grpc_address};"
             f" metrics on http://{server.metrics_address}/metrics,"
-            f" readiness on http://{serving.health_address}/ready; Ctrl-C stops"
+            f" readiness on http://{server.health_address}/ready; Ctrl-C stops"
         )
 
     def is_over() -> bool:
         reap_orphans(server.process.pid)
         return ended.is_set()
 
-    code = serving.run(announce, is_over)
+    code = server.run(announce, is_over)
     if code is None:
         _say("stopped")
         return

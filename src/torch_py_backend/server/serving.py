@@ -6,16 +6,16 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
 from torch_py_backend.errors import ToolError
 from torch_py_backend.page.app import Page
-from torch_py_backend.server import tritonserver as tritonservers
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.supervisor import Event, Supervisor
+from torch_py_backend.server.tritonserver import RESTRICTIONS, Server, client_address, listen
 
 _STEP_S = 0.1
 # Files that stay the same for this time are complete.
@@ -24,32 +24,23 @@ _POLL_S = 1.0
 _IGNORED = ("compile_cache", "__pycache__")
 # Arguments of tritonserver that `serve` sets itself, and uses.
 _REFUSED = (
-    *("model-control-mode", "model-repository", *tritonservers.RESTRICTIONS),
+    *("model-control-mode", "model-repository", *RESTRICTIONS),
     *("http-port", "allow-http", "grpc-port", "allow-grpc", "metrics-port"),
 )
 
 
 @dataclass(repr=False)
-class Serving:
-    """A supervised server, with the options of `torch-py-backend serve`.
+class Serving(Server):
+    """A server whose models are supervised, with the options of `torch-py-backend serve`.
 
     Attributes:
-        on_event: called with what happens to models.
         ports: those of HTTP, gRPC, metrics and readiness.
-        key: what clients must send to the endpoints in `restrict`.
-        server: the tritonserver; its log can be set until it runs.
+        on_event: called with what happens to models.
         supervisor: the supervisor of its models, while it runs.
-        health_address: host and port of the endpoints for probes, while it runs.
+        health_address: host and port of the endpoints for probes.
     """
 
-    repository: Path
-    on_event: Callable[[Event], None]
-    ports: Sequence[int]
-    address: str = "127.0.0.1"
-    tritonserver: Path | None = None
-    arguments: Sequence[str] = ()
-    restrict: Sequence[str] = ()
-    key: str = ""
+    on_event: Callable[[Event], None] = print
     restarts: int = 8
     load_seconds: float = 1800.0
     drain: float = 0.0
@@ -60,25 +51,19 @@ class Serving:
     health_address: str = field(init=False)
 
     def __post_init__(self) -> None:
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("--load-model", action="append", default=[])
-        parser.add_argument("--exit-timeout-secs", type=int, default=tritonservers.EXIT_SECONDS)
+        parser.add_argument("--exit-timeout-secs", type=int, default=self.exit_seconds)
         parsed, others = parser.parse_known_args(self.arguments)
         for word in others:
             if word.removeprefix("--").partition("=")[0] in _REFUSED:
                 raise ToolError(f"`serve` sets {word} itself; use the options before --.")
         # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
         self._names = [name for name in parsed.load_model if name != "*"]
-        self.server = tritonservers.Server(
-            self.repository,
-            ports=self.ports[:3],
-            address=self.address,
-            executable=self.tritonserver,
-            arguments=["--model-control-mode=explicit", *others],
-            restrict=self.restrict,
-            key=self.key,
-            exit_seconds=parsed.exit_timeout_secs,
-        )
+        self.arguments = ["--model-control-mode=explicit", *others]
+        self.exit_seconds = parsed.exit_timeout_secs
+        super().__post_init__()
+        self.health_address = client_address(self.address, self.ports[3])
         if not self.allow_empty and not repositories.by_name(self.repository, self._names):
             raise ToolError(
                 f"{self.repository} holds no models; expected folders with a config.pbtxt."
@@ -99,24 +84,22 @@ class Serving:
         Returns:
             The exit code of a tritonserver that has ended by itself; None: `is_over`.
         """
-        listener = tritonservers.listen(self.address, self.ports[3])
-        port = listener.getsockname()[1]
-        self.health_address = tritonservers.client_address(self.address, port)
-        with contextlib.closing(listener), self.server as server:
+        listener = listen(self.address, self.ports[3])
+        with contextlib.closing(listener), self:
             self.supervisor = supervisor = Supervisor(
-                server.client,
-                InstanceMonitor(server.status_folder, self.load_seconds),
+                self.client,
+                InstanceMonitor(self.status_folder, self.load_seconds),
                 self.on_event,
                 restarts=self.restarts,
                 load_seconds=self.load_seconds,
             )
             with Page(listener, lambda: supervisor.snapshot) as page:
                 try:
-                    supervisor.load(self._names or sorted(server.wait_loaded(is_over)))
+                    supervisor.load(self._names or sorted(self.wait_loaded(is_over)))
                     if self.reload:
                         reloader = Reloader(self.repository, self._names, supervisor.reload)
                     is_loaded = False
-                    while (code := server.process.poll()) is None and not is_over():
+                    while (code := self.process.poll()) is None and not is_over():
                         time.sleep(_STEP_S)
                         supervisor.step()
                         if self.reload:
@@ -130,10 +113,10 @@ class Serving:
                     # progress when Triton stops are answered.
                     page.stopping = True
                     deadline = time.monotonic() + self.drain
-                    while server.process.poll() is None and time.monotonic() < deadline:
+                    while self.process.poll() is None and time.monotonic() < deadline:
                         time.sleep(_STEP_S)
                         supervisor.step()
-                    server.stop()
+                    self.stop()
 
 
 @dataclass

@@ -88,9 +88,9 @@ class Server:
     def __post_init__(self) -> None:
         self._triton = TritonInstallation(self.executable)
         self.repository = self.repository.absolute()
-        ports = choose_ports(self.address, self.ports)
+        self.ports = ports = choose_ports(self.address, self.ports)
         addresses = [client_address(self.address, port) for port in ports]
-        self.http_address, self.grpc_address, self.metrics_address = addresses
+        self.http_address, self.grpc_address, self.metrics_address = addresses[:3]
         # libevent and gRPC write an IPv6 address in their own ways.
         is_6 = ":" in self.address
         http = f"ipv6:{self.address}" if is_6 else self.address
