@@ -87,22 +87,8 @@ def test_older_installation_is_replaced(backends: Path) -> None:
     assert names(backends) == ["pytorch", NAME]
 
 
-@pytest.mark.parametrize(
-    ("installed", "content"),
-    [
-        (False, f"{NAME}/libtriton_{NAME}.so"),
-        (True, f"{NAME}/libtriton_{NAME}.so"),
-        (False, f"{NAME}/model.py"),
-        (False, NAME),
-    ],
-    ids=["library", "library beside our package", "model", "file"],
-)
-def test_files_of_another_backend_are_refused(
-    installed: bool, content: str, backends: Path
-) -> None:
-    """Triton prefers a library to any model.py."""
-    if installed:
-        installation.install(backends, NAME)
+@pytest.mark.parametrize("content", [f"{NAME}/libtriton_{NAME}.so", f"{NAME}/model.py", NAME])
+def test_files_of_another_backend_are_refused(content: str, backends: Path) -> None:
     (backends / content).parent.mkdir(exist_ok=True)
     (backends / content).write_text("theirs")
     before = files(backends)

@@ -67,7 +67,7 @@ class InstanceStatus:
 
     def __init__(self, identity: Identity | None = None) -> None:
         self._path: Path | None = None
-        self._state: array[int] | memoryview[int] = array("Q", [_word(InstanceState.LOADING)])
+        self._state = memoryview(array("Q", [_word(InstanceState.LOADING)]))
         if identity is not None and (parent := folder()) is not None:
             self._path = parent / f"{identity.pid}{_SUFFIX}"
             self._report: dict[str, object] = {}
@@ -104,7 +104,8 @@ class InstanceStatus:
         """
         self.report({"poisoned": reason})
         self._state[0] = _word(InstanceState.POISONED)
-        self._path, self._state = None, array("Q", [_word(InstanceState.LOADING)])
+        self._path = None
+        self._state = memoryview(array("Q", [_word(InstanceState.LOADING)]))
 
     def ended(self) -> None:
         """Report a normal end, after which the model is not reloaded. May be called twice."""
@@ -159,7 +160,8 @@ class Reader:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._report = path, path.with_suffix(_REPORT)
+        self.path = path
+        self._report = path.with_suffix(_REPORT)
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.identity = Identity(**json.loads(self._report.read_bytes())["identity"])

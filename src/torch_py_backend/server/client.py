@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import http.client
 import json
 import re
 import urllib.parse
@@ -63,14 +62,16 @@ def states(index: Iterable[Mapping[str, str]]) -> dict[str, ModelState]:
     models = {}
     for name, entries in grouped.items():
         serving = [entry for entry in entries if entry.get("state") == "READY"]
-        reasons = [entry["reason"] for entry in entries if entry.get("reason")]
-        failures = [reason for reason in reasons if reason != _UNLOADED]
-        is_unloading = any(entry.get("state") == "UNLOADING" for entry in entries)
-        versions = [entry["version"] for entry in serving or entries if entry.get("version")]
+        reasons = [entry.get("reason", "") for entry in entries]
+        is_unloaded = _UNLOADED in reasons or any(
+            entry.get("state") == "UNLOADING" for entry in entries
+        )
+        failures = [reason for reason in reasons if reason not in ("", _UNLOADED)]
+        versions = [entry.get("version", "") for entry in serving or entries]
         models[name] = ModelState(
             name,
             ready=bool(serving),
-            unloaded=not serving and (is_unloading or _UNLOADED in reasons),
+            unloaded=is_unloaded and not serving,
             reason=cause(name, failures[0]) if failures else "",
             versions=",".join(versions),
         )
@@ -109,7 +110,7 @@ class TritonClient:
         Triton does not list models that were loaded with files under a new name.
 
         Raises:
-            OSError: the server does not answer, or not completely.
+            OSError: the server does not answer.
         """
         listed = states(self._request("repository/index", b"{}"))
         loaded = [name for name in instances if name not in listed and self.config(name)]
@@ -124,12 +125,9 @@ class TritonClient:
     def _request(self, path: str, data: bytes | None = None) -> Any:
         url = f"http://{self.http_address}/v2/{path}"
         request = urllib.request.Request(url, data, self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=_REQUEST_S) as response:  # noqa: S310
-                # Names of folders are bytes, which need not be UTF-8.
-                return json.loads(response.read().decode(errors="replace"))
-        except http.client.HTTPException as error:
-            raise ConnectionError(repr(error)) from None
+        with urllib.request.urlopen(request, timeout=_REQUEST_S) as response:  # noqa: S310
+            # Names of folders are bytes, which need not be UTF-8.
+            return json.loads(response.read().decode(errors="replace"))
 
     def load(self, model: str, seconds: float) -> grpc.Future:
         """Begin to load a model.
@@ -146,7 +144,13 @@ class TritonClient:
         request = service_pb2.RepositoryModelUnloadRequest
         return self._begin(self._service.RepositoryModelUnload, request, model, _UNLOAD_S)
 
-    def _begin(self, method: Any, request: Any, model: str, seconds: float) -> grpc.Future:
+    def _begin(
+        self,
+        method: Any,
+        request: Any,
+        model: str,
+        seconds: float,
+    ) -> grpc.Future:
         # The name of a folder need not be UTF-8.
         message = request(model_name=model.encode(errors="replace").decode())
         return method.future(message, timeout=seconds, metadata=self._metadata, wait_for_ready=True)

@@ -67,8 +67,7 @@ def uninstall(backends: Path, name: str) -> bool:
     target = backends / name
     if not target.exists():
         return False
-    # Triton prefers a library to any model.py.
-    if not (target / PACKAGE.name).is_dir() or (target / f"libtriton_{name}.so").exists():
+    if not (target / PACKAGE.name).is_dir():
         raise ToolError(
             f"{target} is not a folder of this backend. Choose another --name or --backend-dir, or"
             " remove it first."
@@ -149,5 +148,7 @@ class TritonInstallation:
         """Return the variables with which the server finds its libraries and this Python."""
         # Triton's stub runs the first python3 on PATH.
         path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-        libraries = [*map(str, self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
-        return os.environ | {"PATH": path, "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}
+        libraries = ":".join(map(str, self.libraries))
+        if others := os.environ.get("LD_LIBRARY_PATH"):
+            libraries = f"{libraries}:{others}"
+        return os.environ | {"PATH": path, "LD_LIBRARY_PATH": libraries}

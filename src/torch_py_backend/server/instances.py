@@ -18,9 +18,8 @@ from torch_py_backend.server import cleanup
 # A poisoned instance may still send computed results, and may end by itself.
 _GRACE_S = 1.0
 # Triton 24.10 declares an instance dead that has not run for about 6 s. If the process then goes
-# on, tritonserver uses freed shared memory and aborts, with all models (seen with plain Python
-# models, too). If it is killed before that, this is an ordinary death. A busy process is in another
-# state, so this limit may be short.
+# on, tritonserver uses freed shared memory and aborts, with all models. If it is killed before
+# that, this is an ordinary death. A busy process is in another state, so this limit may be short.
 _STOPPED_S = 2.0
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
@@ -142,7 +141,7 @@ class _Instance:
         if not process_status and not self.reader.path.exists():
             return ""  # it has ended normally
         now = time.monotonic()
-        limit = self.identity.limit_ms
+        limit = self.identity.limit_ms or math.inf
         state, since = self.reader.read()
         is_stopped = process_status in _STOPPED
         self._stopped_since = min(self._stopped_since, now) if is_stopped else math.inf
@@ -156,7 +155,7 @@ class _Instance:
             reason = f"was stopped for {_STOPPED_S:g} s by a signal or a debugger"
         elif state is InstanceState.LOADING and now - since > load_seconds:
             reason = f"took longer than {load_seconds:g} s (--load-timeout)"
-        elif state is InstanceState.BUSY and limit is not None and (now - since) * 1000 > limit:
+        elif state is InstanceState.BUSY and (now - since) * 1000 > limit:
             reason = f"hung: a call took longer than EXECUTION_TIMEOUT_MS, {limit} ms"
         else:
             return ""

@@ -151,16 +151,18 @@ class Reloader:
             if is_changed and self.reload(name):
                 self._loaded[name] = files
 
-    def _poll(self) -> dict[str, set[tuple[str, str, int, int]]]:
-        """Return the folder, name, size and time of change of each file, by model."""
-        polled: dict[str, set[tuple[str, str, int, int]]] = {}
+    def _poll(self) -> dict[str, set[tuple[Path, int]]]:
+        """Return the path and the time of change of each file, by model."""
+        polled = {}
         with contextlib.suppress(OSError):  # a file is being replaced: the next poll sees it
             for model in repositories.models(self.repository):
-                files = polled[model.name] = set()
+                files = set[tuple[Path, int]]()
                 for parent, folders, names in os.walk(model, followlinks=True):
                     folders[:] = [name for name in folders if name not in _IGNORED]
                     for name in names:
                         if not name.startswith("."):  # of an editor
-                            status = Path(parent, name).stat()
-                            files.add((parent, name, status.st_size, status.st_mtime_ns))
-        return {name: polled[name] for name in self.names or polled if name in polled}
+                            path = Path(parent, name)
+                            files.add((path, path.stat().st_mtime_ns))
+                if not self.names or model.name in self.names:
+                    polled[model.name] = files
+        return polled

@@ -38,8 +38,7 @@ _IDLE_S = 1.0
 # The time for a load to fail in Triton, after its process was killed.
 _FAILING_S = 30.0
 # The time for Triton to accept loaded instances. Triton 24.10 gives a load up if the process shows
-# no sign of life for a second, as when the machine stalls. It then waits for the process to end,
-# without killing it (ReceiveMessageFromStub and WaitForStubProcess in stub_launcher.cc).
+# no sign of life for a second, and then waits for its end (WaitForStubProcess in stub_launcher.cc).
 _ACCEPTED_S = 30.0
 _NOT_ACCEPTED = "Triton did not accept it after its load, as when the machine stalled meanwhile"
 # A part of Triton's message for a process that has died.
@@ -145,8 +144,11 @@ class Supervisor:
     def step(self) -> None:
         """Process failures, completed calls and due loads."""
         self._failures += self.monitor.check()
-        calls = [(model, model.call) for model in self._models.values()]
-        completed = [(model, call) for model, call in calls if call is not None and call.done()]
+        completed = [
+            (model, model.call)
+            for model in self._models.values()
+            if model.call is not None and model.call.done()
+        ]
         # Requested last: states from before a load or unload completed are outdated.
         if self._failures or completed or self.clock() >= self._index_due:
             names = {failure.identity.model for failure in self._failures}
@@ -180,7 +182,7 @@ class Supervisor:
             reasons[name] = ": ".join(filter(None, texts))
             if model.warnings:
                 warnings[name] = model.warnings
-        self.snapshot = Snapshot(reasons, problem, self.clock(), warnings)
+        self.snapshot = Snapshot(reasons, problem, warnings)
         events, self._events = self._events, []
         for event in events:
             self.on_event(event)
