@@ -18,11 +18,13 @@ class BackendError(Exception):
     Attributes:
         traceback: the traceback of the cause, for the log; never sent to clients.
         reported: whether the error of a request is written to the log: not if its client caused it.
+        final: whether no item of the batch is run again, as each would fail, or must not run twice.
     """
 
     code = "INTERNAL"
     traceback = ""
     reported = False
+    final = False
 
 
 class ToolError(BackendError):

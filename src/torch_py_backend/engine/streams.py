@@ -83,11 +83,11 @@ class Streams:
                 self.live -= 1
                 self._engine.clean()
         except BaseException as raised:
-            return self._engine.failures.classify(raised).error
+            return self._engine.failures.classify(raised)
         error = outcome if isinstance(outcome, BackendError) else None
         if error is None or error.reported:  # of a step
             return error
-        return self._engine.failures.classify(error).error
+        return self._engine.failures.classify(error)
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
@@ -184,8 +184,8 @@ class Streams:
         except BaseException as error:  # the streams wait for a result, whatever was raised
             failure = failures.classify(error, called)
         if failure is not None:
-            if isinstance(failure.error, OutputError):  # with fewer streams, it may look right
-                failure = failure._replace(final=True)
+            if isinstance(failure, OutputError):  # with fewer streams, it may look right
+                failure.final = True
             stepped = self.stepped
             results = failures.halve(batch, self._step, failure, called)
             self._engine.counts.retried_rows += self.stepped - stepped

@@ -6,7 +6,7 @@ import re
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,19 +41,6 @@ def reported(error: E, text: str = "") -> E:
     """Return the error of a request, marked for the log with the traceback of its cause."""
     error.reported, error.traceback = True, text
     return error
-
-
-class Failure(NamedTuple):
-    """Why a call failed, without the frames that would keep its memory alive.
-
-    Attributes:
-        error: the error for the clients, marked for the log unless its client caused it.
-        final: whether no item is run again: each would fail with this error, or the failed call has
-            called other models, which would get its rows twice.
-    """
-
-    error: BackendError
-    final: bool = False
 
 
 class Failures:
@@ -106,7 +93,7 @@ class Failures:
         self,
         items: Sequence[T],
         attempt: Callable[[Sequence[T]], Sequence[R]],
-        failure: Failure,
+        failure: BackendError,
         called: str | None = None,
     ) -> list[R | BackendError]:
         """Return a result or an error for each item of a call that failed.
@@ -119,7 +106,7 @@ class Failures:
         Do not call this in an except block: the next exception would keep the handled one as its
         context, and the memory of its frames.
         """
-        results: list[R | Failure] = [failure] * len(items)
+        results: list[R | BackendError] = [failure] * len(items)
         # A batch of several items is a copy: a model that writes to its inputs leaves the items
         # unchanged.
         repeats = self._repeats
@@ -145,13 +132,14 @@ class Failures:
                 except BaseException as error:
                     results[first:last] = [self.classify(error, called)] * (last - first)
                     ranges.append((first, last))
-        return [(self.fatal or one.error) if isinstance(one, Failure) else one for one in results]
+        return [(self.fatal or one) if isinstance(one, BackendError) else one for one in results]
 
-    def classify(self, error: BaseException, called: str | None = None) -> Failure:
-        """Return what an exception means, and release its frames; never raise.
+    def classify(self, error: BaseException, called: str | None = None) -> BackendError:
+        """Return the error of requests for an exception, and release its frames; never raise.
 
         `called` is the model's function that raised it, if not the one that is served.
         """
+        found: BackendError
         try:
             text = "".join(traceback.format_exception(error)).rstrip()
             try:
@@ -160,7 +148,6 @@ class Failures:
                 self.poison(summarize(cause), text)
             is_memory = out_of_memory(error)
             release(error)
-            found: BackendError
             if self.fatal is not None:
                 found = self.fatal
             elif is_memory:
@@ -173,17 +160,19 @@ class Failures:
             else:  # only errors of the user's own code have a cause, and need a traceback
                 found = reported(error, text if error.__cause__ is not None else "")
             # A LoadError is a conflict between config and model: every item fails with it.
-            final = isinstance(found, LoadError) or found is self.fatal
+            found.final = isinstance(found, LoadError) or found is self.fatal
+            # Other models would get the rows twice.
             if composition.calls != self.calls_before and not self._repeats:
-                final = True
-            return Failure(found, final)
+                found.final = True
         except BaseException as second:  # such as no memory for the traceback
-            return Failure(reported(InternalError(), summarize(second)), final=True)
+            found = reported(InternalError(), summarize(second))
+            found.final = True
+        return found
 
     def instead(self, error: BackendError, cause: BaseException) -> BackendError:
         """Return the error of a request, or what its cause means: no memory, or no device."""
         error.__cause__ = cause
-        return self.classify(error).error
+        return self.classify(error)
 
     def unreadable(self, cause: Exception) -> BackendError:
         """Return the error of a request that cannot be read, due to its client or the device."""

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch_py_backend import composition
 from torch_py_backend.errors import BackendError
-from torch_py_backend.pipeline.failures import Failure, Failures
+from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.values import Call, Columns, Item, Items, Tree, Value, trace_context
 
 # One request's tensors by name, or why it is refused.
@@ -179,7 +179,7 @@ def build(stages: Stages, failures: Failures, counts: Counts) -> Run:
     run_group = attempt(stages, counts)
     before, group_entries, after = stages.before, stages.group, stages.after
 
-    def retried(group: Group, failure: Failure) -> Results:
+    def retried(group: Group, failure: BackendError) -> Results:
         def run_some(items: Items) -> Results:
             rows = counts.rows
             try:

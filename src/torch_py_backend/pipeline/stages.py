@@ -65,7 +65,7 @@ def guarded(failures: Failures, item: Item, function: Call, *args: object) -> Re
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return failures.classify(error).error
+        return failures.classify(error)
 
 
 def timed(counts: Counts, name: str, stage: Callable[..., T]) -> Callable[..., T]:
