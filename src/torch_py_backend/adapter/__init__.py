@@ -71,8 +71,7 @@ class TritonPythonModel:
             # The process did not die: Triton reports the exception.
             self.finalize()
             if isinstance(error, BackendError):
-                message = named(args["model_name"], error)
-                raise pb_utils.TritonModelException(message) from error
+                raise pb_utils.TritonModelException(named(args["model_name"], error)) from error
             raise
         self._status.report({**self._loaded, "warnings": handler.warnings})
         handler.warnings = None
@@ -223,11 +222,7 @@ class TritonPythonModel:
 
 
 def _check_numpy() -> None:
-    """Check that a tensor survives Triton's utilities: stubs up to 24.10 garble it with numpy 2.
-
-    Raises:
-        PlatformError: the stub and numpy are incompatible.
-    """
+    """Raise PlatformError if Triton's utilities garble tensors: up to 24.10, with numpy 2."""
     import numpy as np
     import torch
 

@@ -27,7 +27,6 @@ def send(own: str, called: Model, inputs: Mapping[str, object]) -> Results:
         raise CallError(
             own,
             "the model calls itself, which would deadlock",
-            expected="another model",
             cure="Call forward(), or serve the part that is called as a model of its own.",
         )
     values = {name: _value(called, name, value) for name, value in inputs.items()}
