@@ -119,7 +119,11 @@ def open_package(
         return package, result, weakref.finalize(package, files.pop_all().close)
 
 
-def compile_program(program: ExportedProgram, path: Path, options: Mapping[str, object]) -> None:
+def compile_program(
+    program: ExportedProgram,
+    path: Path,
+    options: Mapping[str, object],
+) -> None:
     """Compile a program to a package, with those options of inductor that this torch has."""
     from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
 
@@ -136,8 +140,9 @@ def device_of(path: Path) -> torch.device:
     A package for CUDA runs on no other device. Without a GPU the CPU is returned, and `mismatch`
     reports the difference.
     """
-    on_gpu = torch.cuda.is_available() and discovery.is_cuda_package(path)
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if torch.cuda.is_available() and discovery.is_cuda_package(path):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 # Inductor's names of instruction sets, and the flags of /proc/cpuinfo that they need.

@@ -87,14 +87,17 @@ def requests(config: ModelConfig, item: Item) -> list[Item]:
     """
     if not config.concatenates or not config.max_batch_size:
         return [item]
-    rows = next(iter(item.values())).shape[0]
-    return [{name: value[at : at + 1] for name, value in item.items()} for at in range(rows)]
+    requests: list[Item] = [{} for _ in next(iter(item.values()))]
+    for name, value in item.items():
+        for row, request in enumerate(requests):
+            request[name] = value[row : row + 1]
+    return requests
 
 
 def distinct_rows(value: Value) -> Value:
     """Return a tensor whose rows differ, if it is floating point: it may repeat one row."""
     # A row of one value may be an argument that takes one number for the whole batch.
-    if not (isinstance(value, Tensor) and value.is_floating_point()) or value[0].numel() == 1:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value[0].numel() == 1:
         return value
     if (value != value[:1]).any():
         return value
@@ -102,10 +105,16 @@ def distinct_rows(value: Value) -> Value:
     return value * factors.reshape(-1, *[1] * (value.ndim - 1))
 
 
-def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
+def fits(
+    config: ModelConfig,
+    spec: TensorSpec,
+    value: Value,
+) -> bool:
     """Return whether an example is a valid value of this input, with at least one row."""
     dims = (-1, *spec.dims) if config.max_batch_size else spec.dims
-    dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None
+    dtype = None
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
     return dtype == spec.dtype.torch and pbtxt.fits(value.shape, dims) and 0 not in value.shape
 
 
@@ -127,7 +136,10 @@ def _from_example(
 
 
 def _synthetic(
-    spec: TensorSpec, rows: int | None, variable: int, generator: torch.Generator
+    spec: TensorSpec,
+    rows: int | None,
+    variable: int,
+    generator: torch.Generator,
 ) -> Value:
     dims = [variable if dim == -1 else dim for dim in spec.dims]
     shape = dims if rows is None else [rows, *dims]

@@ -57,10 +57,10 @@ def describe(path: Path) -> tuple[Values, Values, Rows]:
     nodes = program.graph_signature.user_outputs
     out_spec: Any = program.call_spec.out_spec
     names = results.leaf_names(pytree.tree_unflatten(list(range(len(nodes))), out_spec))
-    # None and numbers in a result are not outputs.
-    outputs = {
-        name: values[node] for name, node in zip(names, nodes, strict=True) if node in values
-    }
+    outputs = {}
+    for name, node in zip(names, nodes, strict=True):
+        if node in values:  # None and numbers in a result are not outputs
+            outputs[name] = values[node]
     arguments = (argument.name for argument in signature.arguments)
     return dict(zip(arguments, inputs, strict=True)), outputs, _rows(program, inputs)
 
@@ -72,7 +72,10 @@ def _read(path: Path) -> ExportedProgram:
         return torch.export.load(path)
 
 
-def _inputs(program: ExportedProgram, module: nn.Module) -> tuple[Signature, list[Any]]:
+def _inputs(
+    program: ExportedProgram,
+    module: nn.Module,
+) -> tuple[Signature, list[Any]]:
     """Return the signature, and the inputs as traced: fake tensors and symbolic numbers."""
     in_spec: Any = program.call_spec.in_spec
     nodes = {node.name: node for node in program.graph.nodes}

@@ -156,12 +156,11 @@ def construct(config: ModelConfig, artifact: Artifact) -> tuple[Any, bool]:
         os.environ["HF_HUB_OFFLINE"] = "1"
         with importing_from(config.version_folder):
             factory = call(path, name, partial(pkgutil.resolve_name, name))
-        folders = (config.version_folder, config.folder)
-        folder = next((path for path in folders if (path / "config.json").is_file()), None)
-        if folder is not None and hasattr(factory, "from_pretrained"):
-            keywords = {"local_files_only": True, **keywords}
-            pretrained = partial(factory.from_pretrained, str(folder), **keywords)
-            return call(path, name, pretrained, _KEYWORDS), True
+        for folder in (config.version_folder, config.folder):
+            if hasattr(factory, "from_pretrained") and (folder / "config.json").is_file():
+                keywords = {"local_files_only": True, **keywords}
+                build = partial(factory.from_pretrained, str(folder), **keywords)
+                return call(path, name, build, _KEYWORDS), True
     else:
         factory = _select(config, path)
         if not isinstance(factory, type) and not name and not keywords:
@@ -203,7 +202,11 @@ def _select(config: ModelConfig, path: Path) -> Any:
     )
 
 
-def module_classes(source: ModuleType, *, imported: bool = False) -> dict[str, type]:
+def module_classes(
+    source: ModuleType,
+    *,
+    imported: bool = False,
+) -> dict[str, type]:
     """Return the public classes of modules that a source file defines, or also imports, by name."""
     return {
         name: value

@@ -30,7 +30,11 @@ _Built = TypeVar("_Built")
 _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
-def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
+def load_into(
+    config: ModelConfig,
+    artifact: Artifact,
+    module: nn.Module,
+) -> None:
     """Load the weights into the module: all keys, no other keys, the same shapes.
 
     Raises:
@@ -129,10 +133,17 @@ def build_uninitialized(
     return build()
 
 
-def _skip(function: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _skip(
+    function: Callable[..., Tensor],
+    tensor: Tensor,
+    *args: object,
+    **kwargs: object,
+) -> Tensor:
     """Call a function of nn.init only if it draws from a generator of the module's own."""
-    has_generator = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
-    return function(tensor, *args, **kwargs) if has_generator else tensor
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            return function(tensor, *args, **kwargs)
+    return tensor
 
 
 def _fills(saved: Mapping[str, object], module: nn.Module) -> bool:
