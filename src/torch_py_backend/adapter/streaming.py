@@ -28,8 +28,6 @@ from torch_py_backend.pipeline.failures import reported
 from torch_py_backend.pipeline.run import OK, Entry
 from torch_py_backend.processes.instance_status import InstanceStatus
 
-# How long `close` waits for the thread.
-_SECONDS_TO_END = 10.0
 # The interval of queries whether the client of a stream has gone.
 _POLL_S = 0.1
 
@@ -60,10 +58,7 @@ class Streaming:
         self._thread.start()
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Start a stream for each request; wait while there are too many.
-
-        Meanwhile, Triton queues requests or sends them to other instances.
-        """
+        """Start a stream for each request; while there are too many, wait and let Triton queue."""
         for request in requests:
             entry: Entry
             try:
@@ -78,7 +73,7 @@ class Streaming:
     def close(self) -> None:
         """End the live streams with an error, in bounded time."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_SECONDS_TO_END)
+        self._thread.join(timeout=10.0)
 
     def _drive(self, threads: int) -> None:
         """Run streams until `close`."""

@@ -106,9 +106,8 @@ class Compiled:
     def seal(self, counts: Counts) -> Call:
         """Compile no more graphs, and return the model: calls without one are eager, and counted.
 
-        A model with graph breaks continues eagerly where a graph is missing. "fail_on_recompile"
-        would require to run the model again from its start, which would change inputs and buffers
-        twice, and would fail compilations in hooks.
+        A model with graph breaks continues eagerly where a graph is missing; "fail_on_recompile"
+        would run it again from its start, which changes inputs and buffers twice.
         """
         torch.compiler.set_stance("eager_on_recompile")
         self._counts = counts

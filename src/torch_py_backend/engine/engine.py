@@ -201,8 +201,7 @@ class Engine:
         if self.finite is not None:  # after hooks, and before states are kept
             finite = self.finite.finish
             after = (*after, finite) if steps is None else (finite, *after)
-        limited = rows.most is not None and rows.most < config.max_batch_size
-        takes_any_rows = not limited and not rows.buckets and rows.least <= 1
+        takes_any_rows = rows.least <= 1 and not rows.buckets and rows.accept(config.max_batch_size)
         split = ragged.splitter(config) if config.batch_outputs else None
         scatter: Scatter = stages.scatter_by_name(names, split, self.padding)
         if writer is not None and not after and split is None and self.padding is None:

@@ -32,11 +32,6 @@ from torch_py_backend.processes import instance_status, private_files, procfs
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks at mapped files.
-_PERIOD_S = 1.0
-# Seconds to wait for the weights of an owner.
-_ANSWER_S = 60.0
-
 
 def mapped(config: ModelConfig, loaded: Loaded) -> Mapped:
     """Return which weights of a model's state_dict are in mapped files.
@@ -74,7 +69,7 @@ class MappedFiles:
         """Return the name of a file that was written; empty: none, or it is not time to look."""
         if time.monotonic() < self._due:
             return ""
-        self._due = time.monotonic() + _PERIOD_S
+        self._due = time.monotonic() + 1.0  # seconds
         for path, before in self._mapped.items():
             with contextlib.suppress(OSError):  # it was removed
                 now = path.stat()
@@ -126,7 +121,7 @@ class SharedWeights:
         with contextlib.suppress(OSError, EOFError), Client(self._address) as owner:
             owner.send(self._instance)
             # A process that the owner forked, before it ended, may keep the socket open.
-            if owner.poll(_ANSWER_S):
+            if owner.poll(timeout=60.0):
                 self._owner, self._weights = owner.recv()
         self.owns = self._owner is None
 
