@@ -267,7 +267,7 @@ _REFUSED = (
     ("stream_in_unary", TICKER, config(_COUNT, _Y, more=_NOT_DECOUPLED), "decoupled: true"),
     ("steps_in_unary", CONTINUOUS, config(_START, _Y, more=_NOT_DECOUPLED), "decoupled: true"),
     ("yields_in_autocast", _AUTOCAST, config(_X, _Y), "yields within torch.autocast"),
-    ("yields_rubbish", "def f(x):\n    yield 'rubbish'\n", config(_X, _Y), "output 'y' is a str"),
+    ("yields_rubbish", "def f(x):\n    yield {1}\n", config(_X, _Y), "output 'y' is a set"),
     # One stream alone would do.
     ("steps_amiss", _AMISS, config(_X, _Y), "step() returned a list of 1 for 2 streams"),
 )
