@@ -178,7 +178,6 @@ CONTENTS: dict[str, tuple[_Writer, ArtifactType | NoModel]] = {
         NoModel.WEIGHTS,
     ),
     "empty": (raw(b""), NoModel.UNKNOWN),
-    "git-lfs pointer": (raw(b"version https://git-lfs.github.com/spec/v1\n"), NoModel.UNKNOWN),
     "other zip": (archive("notes.txt"), NoModel.UNKNOWN),
     "safetensors": (lambda path: safetensors.torch.save_file(_STATE, path), NoModel.WEIGHTS),
     # A package may hold its program, too.
