@@ -158,7 +158,7 @@ def test_rows_return_to_their_items(
     for piece, present in batches.fit([batches.concatenate(sent)], rows):
         assert rows.accept(piece[0].shape[0])
         pieces.append([column[:present] for column in piece])
-    outcomes = batches.scatter(batches.join(pieces), ["y"], sizes)
+    outcomes = batches.scatter([batches.concatenate([y for (y,) in pieces])], ["y"], sizes)
     for value, outcome in zip(sent, outcomes, strict=True):
         assert np.array_equal(np.asarray(outcome["y"]), np.asarray(value))
 

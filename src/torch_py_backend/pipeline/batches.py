@@ -73,13 +73,6 @@ def fit(columns: Columns, rows: Rows) -> Iterator[tuple[Columns, int]]:
         yield piece, present
 
 
-def join(pieces: Sequence[Columns]) -> Columns:
-    """Concatenate the outputs of several calls."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return [concatenate(parts) for parts in zip(*pieces, strict=True)]
-
-
 def scatter(
     outputs: Sequence[Value | list[Value]], names: Sequence[str], sizes: Sequence[int]
 ) -> list[dict[str, Value]]:

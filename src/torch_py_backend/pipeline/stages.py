@@ -39,7 +39,7 @@ def filled(
             outputs = extract(call(*piece), size)
             counts.filled_rows += size - present
             pieces.append([value[:present] for value in outputs])
-        return batches.join(pieces)
+        return list(map(batches.concatenate, zip(*pieces, strict=True)))
 
     return fill
 
