@@ -122,11 +122,6 @@ class Inputs:
         first = items[0]
         if not first and self._batched:
             return InputError("the request has no inputs, and so no number of rows")
-        if len(first) < len(self._specs):
-            try:
-                self._bound(self._left_out(first))
-            except BindingError as error:
-                return InputError(f"the request lacks inputs: {error}")
         for name, value in first.items():
             kind = self._kinds[name]
             # Triton checks that all inputs have as many rows, and drops the batch dimension of a
@@ -140,6 +135,11 @@ class Inputs:
                 reason = kind.argument.refuse(kind.gather([item[name] for item in items]))
                 if reason is not None:
                     return InputError(f"input '{name}' {reason}")
+        if len(first) < len(self._specs):
+            try:
+                self._bound(self._left_out(first))
+            except BindingError as error:
+                return InputError(f"the request lacks inputs: {error}")
         return self._padding.mismatch(items) if self._padding is not None else None
 
     def stage(self, caller: Caller) -> GroupStage:
