@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, join_names, summarize
 from torch_py_backend.loading import weights
@@ -176,6 +177,9 @@ def construct(config: ModelConfig, artifact: Artifact) -> tuple[Any, bool]:
 def _select(config: ModelConfig, path: Path) -> Any:
     """Return the class or function of a source file that is to be served."""
     source, name = import_source(path), config.options.model_factory or config.options.model_class
+    hooks = getattr(source, "Hooks", None)
+    if getattr(hooks, "__module__", None) == source.__name__:
+        raise ArtifactError(f"{path.name} defines the class Hooks", cure=removed_names.HOOKS_FILE)
     classes = module_classes(source)
     functions = {
         name: function
