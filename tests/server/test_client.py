@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import urllib.request
 from unittest.mock import Mock
@@ -49,6 +50,13 @@ def test_names_that_are_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(client.models()) == ["gr\ufffd\ufffde", "net"]
     body = b'{"name": "na\xefve"}'
     assert client.config("m") == {"name": "na\ufffdve"}
+
+
+def test_a_server_that_dies_during_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    incomplete = Mock(side_effect=http.client.IncompleteRead(b"["))
+    monkeypatch.setattr(urllib.request, "urlopen", incomplete)
+    with pytest.raises(ConnectionError, match="IncompleteRead"):
+        TritonClient("", "").models()
 
 
 def _version(number: str, state: str, reason: str = "") -> dict[str, str]:

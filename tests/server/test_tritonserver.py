@@ -43,6 +43,8 @@ def test_restrictions_are_as_documented(tmp_path: Path) -> None:
     server = Server(tmp_path, restrict=tritonserver.SENSITIVE, key="SECRET")
     assert server._arguments[-2:] == _DOCUMENTED
     assert not any("SECRET" in word for word in Server(tmp_path, key="SECRET")._arguments)
+    with pytest.raises(ToolError, match="--restrict"):
+        Server(tmp_path, restrict=["trace:x"], key="SECRET")
 
 
 def test_each_0_becomes_another_free_port() -> None:

@@ -1,6 +1,6 @@
 """Liveness and readiness over HTTP, for Kubernetes and load balancers.
 
-GET /live           200 while tritonserver answers; else 503
+GET /live           200 while the models are monitored and tritonserver answers; else 503
 GET /ready          200 if every model that should serve does; else 503
 GET /ready/MODEL    the same for one model, with the warnings of its load; 404 if it should not
                     serve
@@ -18,6 +18,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -35,6 +36,8 @@ from torch_py_backend.errors import sanitize_line
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# A supervisor with an older snapshot has stopped to monitor the models.
+_STALE_S = 30.0
 # A connection ends with its response, after this time, or when so many newer ones were opened.
 _CONNECTION_S = 10.0
 _MAX_CONNECTIONS = 64
@@ -51,11 +54,13 @@ class Snapshot:
         models: the models that should serve, each with the reason why it does not; empty: it does.
         problem: a problem of the whole server.
         warnings: the warnings of the last load of each model that serves, if there were any.
+        at: when it was taken, in seconds of a monotonic clock; 0: before the first step.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
     problem: str = "the server is being started"
     warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    at: float = 0.0
 
 
 class Page:
@@ -104,11 +109,11 @@ class Page:
         self._thread.join()
 
     async def _live(self, _request: Request) -> Response:
-        return _response("live", self._snapshot().problem)
+        return _response("live", _problem(self._snapshot()))
 
     async def _ready(self, request: Request) -> Response:
         snapshot = self._snapshot()
-        problem = "the server is being stopped" if self.stopping else snapshot.problem
+        problem = "the server is being stopped" if self.stopping else _problem(snapshot)
         if problem:
             return _response("ready", problem)
         model = request.path_params.get("model")
@@ -120,6 +125,11 @@ class Page:
             return _response("ready", "no such model should serve", HTTPStatus.NOT_FOUND)
         warnings = [sanitize_line(text) for text in snapshot.warnings.get(model, ())]
         return _response("ready", sanitize_line(snapshot.models[model]), warnings=warnings)
+
+
+def _problem(snapshot: Snapshot) -> str:
+    is_stale = snapshot.at and time.monotonic() - snapshot.at > _STALE_S
+    return snapshot.problem or ("the models are no longer monitored" if is_stale else "")
 
 
 def _response(

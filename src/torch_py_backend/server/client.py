@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import http.client
 import json
 import re
 import urllib.parse
@@ -125,9 +126,12 @@ class TritonClient:
     def _request(self, path: str, data: bytes | None = None) -> Any:
         url = f"http://{self.http_address}/v2/{path}"
         request = urllib.request.Request(url, data, self._headers)
-        with urllib.request.urlopen(request, timeout=_REQUEST_S) as response:  # noqa: S310
-            # Names of folders are bytes, which need not be UTF-8.
-            return json.loads(response.read().decode(errors="replace"))
+        try:
+            with urllib.request.urlopen(request, timeout=_REQUEST_S) as response:  # noqa: S310
+                # Names of folders are bytes, which need not be UTF-8.
+                return json.loads(response.read().decode(errors="replace"))
+        except http.client.HTTPException as error:  # it has died during its answer
+            raise ConnectionError(repr(error)) from None
 
     def load(self, model: str, seconds: float) -> grpc.Future:
         """Begin to load a model.

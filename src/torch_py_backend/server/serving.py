@@ -54,7 +54,10 @@ class Serving(Server):
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("--load-model", action="append", default=[])
         parser.add_argument("--exit-timeout-secs", type=int, default=self.exit_seconds)
-        parsed, others = parser.parse_known_args(self.arguments)
+        try:
+            parsed, others = parser.parse_known_args(self.arguments)
+        except argparse.ArgumentError as error:
+            raise ToolError(f"{error}.") from None
         for word in others:
             if word.removeprefix("--").partition("=")[0] in _REFUSED:
                 raise ToolError(f"`serve` sets {word} itself; use the options before --.")

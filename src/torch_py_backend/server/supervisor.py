@@ -182,7 +182,7 @@ class Supervisor:
             reasons[name] = ": ".join(filter(None, texts))
             if model.warnings:
                 warnings[name] = model.warnings
-        self.snapshot = Snapshot(reasons, problem, warnings)
+        self.snapshot = Snapshot(reasons, problem, warnings, self.clock())
         events, self._events = self._events, []
         for event in events:
             self.on_event(event)

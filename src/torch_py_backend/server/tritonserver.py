@@ -104,6 +104,8 @@ class Server:
             *(f"--metrics-address={http}", f"--metrics-port={ports[2]}"),
         ]
         if self.restrict:
+            if not all(re.fullmatch(r"[a-z-]+", name) for name in self.restrict):
+                raise ToolError(f"--restrict has {self.restrict}; expected names of endpoints.")
             value = f"{','.join(self.restrict)}:{KEY_HEADER}={self.key}"
             self._arguments += [f"--{option}={value}" for option in RESTRICTIONS]
         self.client = TritonClient(
