@@ -96,7 +96,8 @@ def _try(folder: Path, timeout: float, *, traceback: bool) -> tuple[str, str, Js
         version = repository.latest(folder, document)
         arguments = {"arguments": pbtxt.arguments(folder, version, document)}
         report = child_process.run(creation.INSPECT, arguments, timeout)
-    except BackendError as error:
+    except (BackendError, OSError) as raised:
+        error = raised if isinstance(raised, BackendError) else ConfigError(str(raised))
         text = named(folder.name, error)
         report = {"error": text, "warnings": warnings}
         if traceback:

@@ -90,9 +90,10 @@ def init(
     typer.echo(f"made {target}")
     print_report(Console(soft_wrap=True, highlight=False, emoji=False), "OK", f"{name} 1", report)
     url = f"http://127.0.0.1:8000/v2/models/{urllib.parse.quote(name)}/infer"
-    request = json.dumps({"inputs": report["request"]})
     typer.echo(f"next: {shlex.join(['torch-py-backend', 'serve', str(parent)])}")
-    typer.echo(f"then: {shlex.join(['curl', url, '-d', request])}")
+    if inputs_of_request := report["request"]:
+        request = json.dumps({"inputs": inputs_of_request})
+        typer.echo(f"then: {shlex.join(['curl', url, '-d', request])}")
 
 
 def _parse_input(text: str) -> JsonObject:
