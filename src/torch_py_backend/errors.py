@@ -34,7 +34,13 @@ class ToolError(BackendError):
 class ModelError(BackendError):
     """An error about one model: what was `found`, what was `expected`, and the `cure`."""
 
-    def __init__(self, found: str, *, expected: str = "", cure: str = "") -> None:
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str = "",
+        cure: str = "",
+    ) -> None:
         self.found, self.cure = found, cure
         problem = found + (f"; expected {expected}" if expected else "")
         if not problem.endswith((".", "?")):  # as the message of another error does

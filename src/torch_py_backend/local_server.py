@@ -127,7 +127,11 @@ class LocalServer:
         self._thread = None
         atexit.unregister(self.stop)
 
-    def _run(self, repository: Path, started: futures.Future[tritonserver.Server]) -> None:
+    def _run(
+        self,
+        repository: Path,
+        started: futures.Future[tritonserver.Server],
+    ) -> None:
         """Run the server until `stop`; set the result when every model is READY."""
         log = tritonserver.create_log()
 
@@ -224,7 +228,12 @@ class LocalServer:
             client.stop_stream(cancel_requests=not has_ended)
             client.close()
 
-    def _inputs(self, model: str, inputs: Any, version: str) -> list[tritonclient.grpc.InferInput]:
+    def _inputs(
+        self,
+        model: str,
+        inputs: Any,
+        version: str,
+    ) -> list[tritonclient.grpc.InferInput]:
         """Return values as inputs of tritonclient, in the types of the model's inputs."""
         metadata = self.client.get_model_metadata(model, version)
         tensors = {tensor.name: tensor for tensor in metadata.inputs}

@@ -185,7 +185,11 @@ class TritonPythonModel:
             # The stub reports to the server that it has deleted the requests.
             logs.end_if_orphaned()
 
-    def _profile(self, answer: Callable[[Sequence[Request]], Any], folder: str) -> None:
+    def _profile(
+        self,
+        answer: Callable[[Sequence[Request]], Any],
+        folder: str,
+    ) -> None:
         """Record the first batches, after one that warms the profiler up."""
         from torch import profiler
 

@@ -87,7 +87,11 @@ class Answering:
             return self._failures.unreadable(error)
         return item
 
-    def _respond(self, requests: Sequence[Request], results: Sequence[Any]) -> Sequence[Response]:
+    def _respond(
+        self,
+        requests: Sequence[Request],
+        results: Sequence[Any],
+    ) -> Sequence[Response]:
         """Return a response for each result; count them, and log failures."""
         responses: list[Response] = []
         failed: list[tuple[BackendError, str]] = []

@@ -65,7 +65,12 @@ class Family(NamedTuple):
         return ("model", "version", *instance, *([self.label] if self.label else []))
 
 
-def _counter(field: str, doc: str, label: str = "", labels: Iterable[str] = ()) -> Family:
+def _counter(
+    field: str,
+    doc: str,
+    label: str = "",
+    labels: Iterable[str] = (),
+) -> Family:
     """Return the row of a field of `Counts`, which is a dict if the family has a label.
 
     Series of `labels` exist from the beginning: Prometheus sees the first count as an increase.

@@ -46,7 +46,11 @@ _EXAMPLE = (
 _NONE: Mapping[str, Collection[int]] = {}
 
 
-def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> JsonObject:
+def describe(
+    arguments: Mapping[str, str],
+    *,
+    finds_batch: bool = False,
+) -> JsonObject:
     """Return the inputs, outputs and max_batch_size of a config; what it lists is kept.
 
     With `finds_batch`, a model with listed inputs is tried for a batch dimension, too.

@@ -76,7 +76,12 @@ def machine_problems() -> Iterator[str]:
         )
 
 
-def _try(folder: Path, timeout: float, *, traceback: bool) -> tuple[str, str, JsonObject]:
+def _try(
+    folder: Path,
+    timeout: float,
+    *,
+    traceback: bool,
+) -> tuple[str, str, JsonObject]:
     """Load a model in a child process; return the outcome, a line on it, and the report."""
     warnings = []
     try:
@@ -107,7 +112,12 @@ def _try(folder: Path, timeout: float, *, traceback: bool) -> tuple[str, str, Js
     return "OK", f"{folder.name} {version}", report
 
 
-def print_report(console: Console, outcome: str, title: str, report: Document) -> None:
+def print_report(
+    console: Console,
+    outcome: str,
+    title: str,
+    report: Document,
+) -> None:
     """Print an outcome and the report of a model; markup is on in the console."""
     console.print(f"[{_COLORS[outcome]}]{outcome:7}[/] {escape(title)}")
     for key, value in report.items():

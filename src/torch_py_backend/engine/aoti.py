@@ -84,7 +84,12 @@ class Packaged:
         close: removes temporary files.
     """
 
-    def __init__(self, path: Path, loaded: Loaded, device: torch.device | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        loaded: Loaded,
+        device: torch.device | None,
+    ) -> None:
         package, result, self.close = aotinductor.open_package(path, device)
         with safetensors.safe_open(path.with_suffix(_KEPT), "pt", str(device)) as kept:
             metadata = kept.metadata()
@@ -133,7 +138,11 @@ def _named(owner: nn.Module | None) -> dict[str, Tensor]:
     return {f"owner.{name}": tensor.detach() for name, tensor in named.items()}
 
 
-def packaged(config: ModelConfig, loaded: Loaded, device: torch.device) -> Loaded:
+def packaged(
+    config: ModelConfig,
+    loaded: Loaded,
+    device: torch.device,
+) -> Loaded:
     """Return the model with a package in the place of its module; build that if it is missing.
 
     Raises:
@@ -227,7 +236,12 @@ def _captured(engine: Callable[[Forward], Engine], module: Forward) -> list[Call
     return captured
 
 
-def _run(engine: Engine, rows: int, *, shrunk: bool) -> Sequence[dict[str, Value]]:
+def _run(
+    engine: Engine,
+    rows: int,
+    *,
+    shrunk: bool,
+) -> Sequence[dict[str, Value]]:
     """Return the outputs for the example, or for made-up values."""
     config, example = engine.config, warmup.find_example(engine)
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
@@ -243,7 +257,13 @@ def _run(engine: Engine, rows: int, *, shrunk: bool) -> Sequence[dict[str, Value
     return results
 
 
-def _write(path: Path, config: ModelConfig, loaded: Loaded, call: Call, other: Call) -> None:
+def _write(
+    path: Path,
+    config: ModelConfig,
+    loaded: Loaded,
+    call: Call,
+    other: Call,
+) -> None:
     """Export and compile a module; sizes in which the two calls differ are dynamic.
 
     Raises:

@@ -49,7 +49,11 @@ class Compiled:
         ConfigError: torch.compile does not accept the config's parameters.
     """
 
-    def __init__(self, config: ModelConfig, module: Callable[..., object]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        module: Callable[..., object],
+    ) -> None:
         parameters = config.options.compilation or {}
         if config.options.static_shapes:
             # There is one graph for each row count; torch compiles no more than its limits allow.

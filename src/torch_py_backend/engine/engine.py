@@ -111,7 +111,11 @@ class Engine:
         self.run = self.pipeline()
         self.stages = self._stages()
 
-    def pipeline(self, writer: Scatter | None = None, steps: Sequences | None = None) -> Run:
+    def pipeline(
+        self,
+        writer: Scatter | None = None,
+        steps: Sequences | None = None,
+    ) -> Run:
         """Return the function that runs a batch of items, within `runtime.mode`; see `_stages`."""
         # Each response is for the host or the GPU, or a state that clients get is on the GPU.
         returns = not self.host_inputs or (steps is not None and not self.on_cpu)
@@ -176,7 +180,11 @@ class Engine:
         lost = self.failures.poison("the instance that owned the weights has ended")
         return [lost] * len(results)
 
-    def _stages(self, writer: Scatter | None = None, steps: Sequences | None = None) -> Stages:
+    def _stages(
+        self,
+        writer: Scatter | None = None,
+        steps: Sequences | None = None,
+    ) -> Stages:
         """Return the stages of the model's pipeline.
 
         `writer` takes the place of `scatter` for a model without features; by default results are

@@ -90,7 +90,11 @@ def run(
     return changed
 
 
-def _run_sample(engine: Engine, call: _Call, sample: Item) -> BackendError | None:
+def _run_sample(
+    engine: Engine,
+    call: _Call,
+    sample: Item,
+) -> BackendError | None:
     """Call the engine until requests like the sample cost no first call; return their error."""
     states = engine.config.states
     items = example_inputs.requests(engine.config, sample)
@@ -120,7 +124,11 @@ def _failure(sample: Item, error: BackendError) -> LoadError:
     return LoadError(f"the warm-up with {shapes} failed: {error}", cure=cure)
 
 
-def batches(engine: Engine, example: Item, row_counts: Sequence[int | None] = ()) -> Iterator[Item]:
+def batches(
+    engine: Engine,
+    example: Item,
+    row_counts: Sequence[int | None] = (),
+) -> Iterator[Item]:
     """Yield an item for each kind of batch whose first call may be slow; see `run`."""
     config = engine.config
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
@@ -168,7 +176,12 @@ def _row_counts(engine: Engine) -> Sequence[int | None]:
     return sorted(counts, reverse=True)
 
 
-def check_rows(config: ModelConfig, call: _Call, example: Item, rows: int) -> None:
+def check_rows(
+    config: ModelConfig,
+    call: _Call,
+    example: Item,
+    rows: int,
+) -> None:
     """Compare rows that are computed alone with those in a batch, which Triton forms of requests.
 
     Outputs that are not floating point are not compared, nor random ones. A difference is logged.

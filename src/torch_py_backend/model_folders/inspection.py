@@ -100,7 +100,11 @@ def inspect(
     }
 
 
-def _complete(arguments: Mapping[str, str], document: JsonObject, settings: Document) -> None:
+def _complete(
+    arguments: Mapping[str, str],
+    document: JsonObject,
+    settings: Document,
+) -> None:
     """Complete the config of a new model folder in place; it may list inputs, and no batch size."""
     if model_class := _class_of_weights(arguments):
         document["parameters"] |= pbtxt.parameters({"MODEL_CLASS": model_class})

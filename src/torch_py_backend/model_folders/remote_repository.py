@@ -70,7 +70,12 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
     return folder
 
 
-def _fetch_files(url: str, place: Path, folder: Path, report: Callable[[str], None]) -> None:
+def _fetch_files(
+    url: str,
+    place: Path,
+    folder: Path,
+    report: Callable[[str], None],
+) -> None:
     import fsspec  # noqa: PLC0415  only some users have it
 
     store, root = fsspec.url_to_fs(url)

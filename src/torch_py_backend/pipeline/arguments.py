@@ -106,7 +106,11 @@ def _refuse_bytes(value: Value) -> str | None:
     return None
 
 
-def _refuse_several(expected: str, refuse: _Refuse | None, value: Value) -> str | None:
+def _refuse_several(
+    expected: str,
+    refuse: _Refuse | None,
+    value: Value,
+) -> str | None:
     reason = None if refuse is None else refuse(value)
     distinct = set(map(repr, _flat(value)))  # repr, because NaN does not equal itself
     if reason is not None or len(distinct) == 1:

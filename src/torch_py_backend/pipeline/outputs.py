@@ -31,7 +31,12 @@ log = logging.getLogger(__name__)
 _CHECKED_TOGETHER_BYTES = 1 << 20
 
 
-def extractor(config: ModelConfig, of: str = "forward()", *, torchscript: bool = False) -> Extract:
+def extractor(
+    config: ModelConfig,
+    of: str = "forward()",
+    *,
+    torchscript: bool = False,
+) -> Extract:
     """Return the function that extracts the config's outputs from results for a number of rows.
 
     It raises BindingError if the first result does not have the outputs, and OutputError if a
@@ -103,7 +108,13 @@ class Output:
     With `any_shape`, shapes that differ from the config's are served, as LibTorch's backend does.
     """
 
-    def __init__(self, config: ModelConfig, spec: TensorSpec, *, any_shape: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: TensorSpec,
+        *,
+        any_shape: bool = False,
+    ) -> None:
         self._name = spec.name
         # A batch output is verified in one dimension, and split later.
         self._flat = any(output.name == spec.name for output in config.batch_outputs)

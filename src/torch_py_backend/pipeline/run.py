@@ -218,7 +218,11 @@ def build(stages: Stages, failures: Failures, counts: Counts) -> Run:
     return run
 
 
-def _placed(results: Results, places: Sequence[int], outcomes: Results) -> Results:
+def _placed(
+    results: Results,
+    places: Sequence[int],
+    outcomes: Results,
+) -> Results:
     """Return results with those of a group in their places."""
     changed = list(results)
     for place, outcome in zip(places, outcomes, strict=True):

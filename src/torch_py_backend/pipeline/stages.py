@@ -44,7 +44,11 @@ def filled(
     return fill
 
 
-def scatter_by_name(names: Sequence[str], split: Split | None, padding: Padding | None) -> Scatter:
+def scatter_by_name(
+    names: Sequence[str],
+    split: Split | None,
+    padding: Padding | None,
+) -> Scatter:
     """Return what makes a result for each item from the outputs of a batch."""
 
     def scatter(outputs: Columns, sizes: Sequence[int], items: Items) -> Results:
@@ -57,7 +61,12 @@ def scatter_by_name(names: Sequence[str], split: Split | None, padding: Padding 
     return scatter
 
 
-def guarded(failures: Failures, item: Item, function: Call, *args: object) -> Result:
+def guarded(
+    failures: Failures,
+    item: Item,
+    function: Call,
+    *args: object,
+) -> Result:
     """Return the result of a function in the trace context of a request, or the request's error."""
     try:
         with trace_context((item,)):
@@ -68,7 +77,11 @@ def guarded(failures: Failures, item: Item, function: Call, *args: object) -> Re
         return failures.classify(error)
 
 
-def timed(counts: Counts, name: str, stage: Callable[..., T]) -> Callable[..., T]:
+def timed(
+    counts: Counts,
+    name: str,
+    stage: Callable[..., T],
+) -> Callable[..., T]:
     """Return a stage whose seconds are added to a field of the counters."""
 
     def run(*args: object) -> T:

@@ -24,7 +24,11 @@ Keys: TypeAlias = tuple[Any, ...]
 OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
 
 
-def bind_outputs(names: Sequence[str], result: object, of: str = "forward()") -> OutputBinding:
+def bind_outputs(
+    names: Sequence[str],
+    result: object,
+    of: str = "forward()",
+) -> OutputBinding:
     """Bind output names to the leaves of results of the function `of`, as those of this result.
 
     It is a tensor or a list of strings, in any nesting of tuples, lists, mappings, dataclasses and
@@ -67,7 +71,11 @@ def leaf_names(result: object) -> list[str]:
     return [name or f"OUTPUT__{number}" for number, (name, _) in enumerate(_leaves(result))]
 
 
-def _leaves(value: object, name: str = "", path: Keys = ()) -> Iterator[tuple[str, Keys]]:
+def _leaves(
+    value: object,
+    name: str = "",
+    path: Keys = (),
+) -> Iterator[tuple[str, Keys]]:
     """Yield the name and the keys of each leaf in the result's order.
 
     A part of the result itself is named after its key or field. A list of strings is one leaf.
