@@ -137,6 +137,7 @@ def test_report_says_what_the_model_takes_and_gives(
 
 
 def test_report_says_what_was_compiled(tmp_path: Path) -> None:
+    torch._dynamo.utils.counters.clear()  # of other tests in this process
     parameters = _parameters(TORCH_COMPILE_OPTIONAL_PARAMETERS='{"backend": "eager"}')
     report = inspection.inspect(_arguments(tmp_path, "return x + 1", parameters=parameters))
     assert re.fullmatch(r"2 graphs; the load took \d+\.\d s", report["compiled"])

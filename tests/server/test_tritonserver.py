@@ -80,3 +80,13 @@ def test_the_error_of_a_taken_port_names_it(
         taken = listener.getsockname()[1]
         with pytest.raises(OSError, match=says.replace("TAKEN", str(taken))):
             choose_ports(address, [taken if port is None else port for port in ports])
+
+
+def test_the_reason_of_an_unreadable_config_may_stand_a_few_lines_above(tmp_path: Path) -> None:
+    server = Server(tmp_path, log=tmp_path / "log")
+    parsed = "[libprotobuf] Error parsing text-format inference.ModelConfig: 2:16: Expected string"
+    failed = "E1127] \"Poll failed for model directory 'net': cannot be read\""
+    (tmp_path / "log").write_text(f"{parsed}\nI1127 another model\n{failed}\n")
+    assert server.client.poll_failure("net") == "cannot be read: 2:16: Expected string"
+    (tmp_path / "log").write_text(f"{failed}\n")
+    assert server.client.poll_failure("net") == "cannot be read"

@@ -43,7 +43,8 @@ _ERROR = (
 )
 # The parser of protobuf writes the line before.
 _POLL_FAILED = (
-    r"^(?:.*Error parsing text-format inference\.ModelConfig: (.*)\n)?"
+    # Other threads may write a few lines between the two.
+    r"^(?:.*Error parsing text-format inference\.ModelConfig: (.*)\n(?:.*\n){{0,3}}?)?"
     r".*\] \"?Poll failed for model directory '{}': (.*?)\"?$"
 )
 # Clients on this machine reach all addresses at the loopback address of the same family.
