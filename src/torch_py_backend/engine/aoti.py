@@ -103,15 +103,14 @@ class Packaged:
         self._package, self._module = package, loaded.module
         self._result = None if result.is_leaf() else result
         self._tree = pytree.treespec_loads(metadata["tree"])
-        self._count = self._tree.num_leaves
-        _, flat = pytree.tree_flatten(((0,) * self._count, {}))
+        _, flat = pytree.tree_flatten(((0,) * self._tree.num_leaves, {}))
         self._takes_leaves = self._tree == flat
         self._sizes: list[list[int]] = json.loads(metadata["sizes"])
         self.refusal = ""
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         leaves: Sequence[Any] = args
-        if not self._takes_leaves or kwargs or len(args) != self._count:
+        if not self._takes_leaves or kwargs or len(args) != self._tree.num_leaves:
             leaves, tree = pytree.tree_flatten((args, kwargs))
             if tree != self._tree:  # an optional input is missing
                 return self._module(*args, **kwargs)
@@ -132,9 +131,7 @@ class Packaged:
 
 def _named(owner: nn.Module | None) -> dict[str, Tensor]:
     """Return the tensors of a module under the names that they have in a package."""
-    if owner is None:
-        return {}
-    named = sharing.named(owner)
+    named = {} if owner is None else sharing.named(owner)
     return {f"owner.{name}": tensor.detach() for name, tensor in named.items()}
 
 
@@ -279,6 +276,10 @@ def _write(
         dims = [dim for dim, size in enumerate(leaf.shape) if size != of_other.shape[dim]]
         dynamic.append(dict.fromkeys(dims, torch.export.Dim.AUTO))
         sizes += [[number, dim] for dim in dims if dim or not has_rows]
+    for weight in loaded.weights:
+        # A linear layer of three dimensions then becomes one product of matrices, not a batch of
+        # them: `should_fold` in ATen's LinearAlgebra.cpp.
+        weight.requires_grad = weight.is_floating_point()
     module = _Leaves(loaded, tree)
     kind = torch.export.graph_signature.InputKind
     try:
