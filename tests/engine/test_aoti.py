@@ -11,7 +11,6 @@ import build
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
 
 from torch_py_backend.config import model_config, threads
 from torch_py_backend.engine import aoti, load
@@ -89,18 +88,13 @@ def item(rows: int, length: int) -> dict[str, Any]:
     return {"ids": torch.randint(0, 20, (rows, length)), "mask": torch.rand(rows, length)}
 
 
-def answers(engine: Engine, item: dict[str, Any]) -> dict[str, Tensor]:
-    (outcome,) = engine.run([item])
-    assert isinstance(outcome, dict)
-    return outcome
-
-
 def check_alike(packaged: Engine, *sizes: tuple[int, int]) -> None:
     """Compare the answers of a package with those of its module."""
     for rows, length in sizes:
         sent = item(rows, length)
         expected = packaged.loaded.owner(**sent)  # type: ignore[misc]
-        for name, value in answers(packaged, sent).items():
+        (outcome,) = packaged.run([sent])
+        for name, value in outcome.items():
             torch.testing.assert_close(value, expected[name], equal_nan=True)
 
 
@@ -121,7 +115,11 @@ def test_answers_and_weights_are_those_of_the_module(
     with torch.no_grad():
         engine.loaded.owner.get_parameter("out.bias").add_(1)  # type: ignore[union-attr]
     check_alike(engine, (1, 8))
-    engine.close()
+    for name in ("model.py", "model.safetensors"):  # what it depends on
+        key = aoti._key(engine.config, engine.loaded, engine.device)
+        with (tmp_path / "copy" / build.MODEL / "1" / name).open("ab") as file:
+            file.write(b"#")
+        assert aoti._key(engine.config, engine.loaded, engine.device) != key
     engine.close()
 
 

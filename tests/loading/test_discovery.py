@@ -125,6 +125,7 @@ def test_several_weights_need_a_name(tmp_path: Path) -> None:
         ("class Hooks(nn.Module): ...\n", "model.py"),
         # Without a module, it registers what the model needs.
         ("import torchvision\n", "model.pt"),
+        ("class Net(\n    nn.Sequential,\n): ...\n", "model.py"),
         ("@op('shop::f')\ndef f(x): ...\nclass Pair(typing.NamedTuple): ...\n", "model.pt"),
         ("try:\n    class Net(PreTrainedModel): ...\nfinally: ...\n", "model.py"),
         ("def (", "model.pt"),
@@ -138,6 +139,8 @@ def test_model_py_without_a_module_belongs_to_the_complete_model_beside_it(
     artifact = discovery.find(build.config(tmp_path))
     assert artifact.path == version / model
     assert artifact.source == (version / "model.py" if model == "model.pt" else None)
+    selected = discovery.find(build.config(tmp_path, model_class="Net"))
+    assert selected.path == version / "model.py"
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class TritonPythonModel:
 
     def __init__(self) -> None:
         # Before `initialize`: it is not known when a server looks for the method.
-        with contextlib.suppress(OSError):  # the load reports it
+        with contextlib.suppress(OSError, BackendError):  # the load reports it
             version = Path(pb_utils.get_model_dir())
             types = {discovery.file_type(path) for path in version.iterdir() if path.is_file()}
             if not (discovery.ArtifactType.AOTI in types or "aoti" in pbtxt.text(version.parent)):

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,6 @@ from torch_py_backend.engine import compilation, runtime, sharing, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, counted, join_names, summarize
 from torch_py_backend.loading import aotinductor, discovery, example_inputs, hooks, registry
-from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline.differences import difference, tolerance
 from torch_py_backend.processes import child_process, instance_status
@@ -164,18 +164,21 @@ def packaged(
 def _key(config: ModelConfig, loaded: Loaded, device: torch.device) -> str:
     """Return a name for what a package depends on: code, sizes, torch, machine, threads.
 
-    It is the same in a copy of the folder. The values of weights are not part of a package.
+    It is the same in a copy of the folder. A package may have constants that the module computes
+    from its weights.
     """
     machine = aotinductor.this_machine(device)
     parts: list[object] = [torch.__version__, machine, torch.get_num_threads()]
     parts += [config.options, config.max_batch_size, *map(str, config.inputs)]
-    sources = [*config.version_folder.rglob("*.py")]
-    if loaded.kind is ArtifactType.EXPORTED:
-        sources.append(loaded.artifact.path)
-    for path in sorted(sources):
-        parts += [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
-    parts += [(name, weight.shape, weight.dtype) for name, weight in _named(loaded.owner).items()]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    # Of the package of a factory, such as transformers.
+    package = (config.options.model_factory or "").partition(".")[0].partition(":")[0]
+    parts.append(getattr(sys.modules.get(package), "__version__", ""))
+    digest = hashlib.sha256(repr(parts).encode())
+    for path in sorted({*config.version_folder.rglob("*.py"), *loaded.artifact.weight_files()}):
+        with path.open("rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()[:16]
 
 
 def build(arguments: Mapping[str, str], path: str) -> None:

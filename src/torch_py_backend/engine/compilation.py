@@ -171,7 +171,7 @@ def cache_folder(config: ModelConfig) -> Path:
         if not obstacle:
             break
         log.warning("compiled code cannot be kept in %s: %s.", folder, obstacle)
-    with contextlib.suppress(OSError):  # there is none to copy, or it cannot be read
+    with contextlib.suppress(OSError):  # the configured folder is missing or unreadable
         if not any(folder.iterdir()) and not private_files.tree_risk(configured):
             shutil.copytree(configured, folder, dirs_exist_ok=True)
     return folder

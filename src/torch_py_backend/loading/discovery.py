@@ -76,6 +76,8 @@ HOOKS = "hooks.py"
 """The name of the file of hooks in a version folder."""
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
 """The suffixes of weights files that are found by their stem."""
+# Bases of classes that programs take and return.
+_CONTAINERS = {b"NamedTuple", b"OrderedDict", b"dict", b"ModelOutput"}
 _DEFAULTS = ("model.py", "model.pt", "model.pt2")
 
 
@@ -109,7 +111,7 @@ def find(config: ModelConfig) -> Artifact:
 
 
 def of_file(path: Path) -> Artifact:
-    """Return the artifact of a model's file, without weights; ArtifactError if it is none."""
+    """Return the artifact of a model's file, without weights; ArtifactError for other files."""
     source = path.with_suffix(".py")
     kind = ArtifactType.MODULE if path == source else file_type(path)
     if kind is NoModel.WEIGHTS and source.is_file():
@@ -127,8 +129,10 @@ def of_file(path: Path) -> Artifact:
 
 
 def defines_module(source: Path) -> bool:
-    """Return whether a source file has a class that names a module or a model."""
-    return bool(re.search(rb"^\s*class .*Mod(ule|el)\b", source.read_bytes(), re.MULTILINE))
+    """Return whether a source file may define a module: a class whose base is no container."""
+    bases = re.findall(rb"^\s*class\s+\w+\s*\(([^)]+)\)", source.read_bytes(), re.MULTILINE)
+    names = re.findall(rb"\w+(?=\s*(?:,|\[|$))", b",".join(bases))
+    return not _CONTAINERS.issuperset(names)
 
 
 def _model_file(config: ModelConfig) -> Path:
@@ -149,7 +153,8 @@ def _model_file(config: ModelConfig) -> Path:
             cure="Put the model there, or name its file with default_model_filename.",
         )
     first, *others = present
-    if first.suffix == ".py" and not defines_module(first):
+    selected = config.options.model_class or config.options.model_factory
+    if first.suffix == ".py" and not (selected or defines_module(first)):
         # It is not the model if there is a model without further files.
         complete = (path for path in others if isinstance(file_type(path), ArtifactType))
         return next(complete, first)

@@ -134,11 +134,7 @@ class Failures:
                     ranges.append((first, last))
         return [(self.fatal or one) if isinstance(one, BackendError) else one for one in results]
 
-    def classify(
-        self,
-        error: BaseException,
-        called: str | None = None,
-    ) -> BackendError:
+    def classify(self, error: BaseException, called: str | None = None) -> BackendError:
         """Return the error of requests for an exception, and release its frames; never raise.
 
         `called` is the model's function that raised it, if not the one that is served.
