@@ -121,7 +121,7 @@ def test_init_without_examples(tmp_path: Path) -> None:
     refuse("cannot be multiplied", "init", "net.pt", "--input=x:FP32:5", cwd=tmp_path)
     assert not (tmp_path / "net").exists()
     done = _init(tmp_path, "net.pt", _INPUT)
-    assert "\nnext: torch-py-backend serve .\nthen: curl http" in done.stdout
+    assert "\nnext: torch-py-backend serve .\nthen, with values: curl http" in done.stdout
     document = pbtxt.read(tmp_path / "net")
     assert document["max_batch_size"] == 8
     assert [document[role][0]["dims"] for role in ("input", "output")] == [[4], [3]]
@@ -160,7 +160,7 @@ def test_init_prints_a_request(tmp_path: Path) -> None:
     scenarios.text(source, "net.py")(tmp_path)
     inputs = ["x:FP32:2", "large:FP32:300", "texts:BYTES:1", "flag:BOOL:"]
     command = _init(tmp_path, "net.py", *(f"--input={text}" for text in inputs)).stdout
-    curl, url, _, body = shlex.split(command.rpartition("then: ")[2])
+    curl, url, _, body = shlex.split(command.rpartition("then, with values: ")[2])
     assert (curl, url) == ("curl", "http://127.0.0.1:8000/v2/models/net/infer")
     x, large, texts, flag = json.loads(body)["inputs"]
     assert (x["name"], x["datatype"], x["shape"], len(x["data"])) == ("x", "FP32", [1, 2], 2)

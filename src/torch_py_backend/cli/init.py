@@ -93,7 +93,7 @@ def init(
     typer.echo(f"next: {shlex.join(['torch-py-backend', 'serve', str(parent)])}")
     if inputs_of_request := report["request"]:
         request = json.dumps({"inputs": inputs_of_request})
-        typer.echo(f"then: {shlex.join(['curl', url, '-d', request])}")
+        typer.echo(f"then, with values: {shlex.join(['curl', url, '-d', request])}")
 
 
 def _parse_input(text: str) -> JsonObject:
