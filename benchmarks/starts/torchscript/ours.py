@@ -1,6 +1,6 @@
-import torch
+import numpy as np
 
 import torch_py_backend
 
 with torch_py_backend.serve("models") as server:
-    print(server.infer("net", torch.ones(1, 3, 64, 64)))
+    print(server.infer("net", np.ones((1, 3, 64, 64), np.float32)))
