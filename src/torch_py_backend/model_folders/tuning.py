@@ -43,6 +43,7 @@ _CANDIDATES: tuple[tuple[str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("channels_last", "", _WEIGHTS, {"OPTIMIZE": "channels_last"}),
     ("freeze", "", ("TORCHSCRIPT",), {"OPTIMIZE": "freeze"}),
     ("aoti", "", _MODULES, {"OPTIMIZE": "aoti"}),
+    ("aoti, channels_last", "", _WEIGHTS[:2], {"OPTIMIZE": "aoti,channels_last"}),
     ("compile", "", _MODULES, {COMPILE: "{}"}),
     ("compile, freezing", "", _MODULES, {COMPILE: _FREEZING}),
     ("compile, channels_last", "", _MODULES, {COMPILE: "{}", "OPTIMIZE": "channels_last"}),
