@@ -278,11 +278,6 @@ def test_weights_that_a_file_will_fill_are_not_drawn(code: str) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-_SHARED = """
-generator = torch.Generator().manual_seed(1)
-nn.init.normal_(self.linear.bias, generator=generator)
-self.noise = torch.empty(3).normal_(generator=generator).tolist()
-"""
 _CAUGHT = """
 try:
     self.noise = self.linear.weight.detach().abs()
@@ -300,7 +295,6 @@ assert not torch.isnan(self.linear.weight).any()
 @pytest.mark.parametrize(
     "code",
     [
-        pytest.param(_SHARED, id="numbers of a generator of its own"),
         pytest.param(
             "self.register_buffer('noise', nn.init.normal_(torch.empty(3)), persistent=False)",
             id="unsaved buffer",

@@ -7,26 +7,21 @@ reach the file. See mmap(2), MAP_PRIVATE.
 from __future__ import annotations
 
 import bisect
-import struct
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
-# The header of a member of a ZIP archive: 26 bytes, then the lengths of the name and of the extra
-# field that follow them. See 4.3.7 of APPNOTE.TXT.
-_HEADER = struct.Struct("<26xHH")
 # Bytes of a storage that are compared first: comparing all of each pair takes minutes.
 _FINGERPRINT = 64
 
 
-class AliasOnCopy(TorchDispatchMode):
+class AliasOnCopy(TorchFunctionMode):
     """A mode under which copying mapped memory into a weight makes it a view of that memory.
 
     `load_state_dict` ends in `Tensor.copy_`, also in modules that translate keys or convert values.
@@ -36,24 +31,19 @@ class AliasOnCopy(TorchDispatchMode):
     """
 
     def __init__(self, mapped: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._mapped = {storage_id(tensor) for tensor in mapped if has_plain_storage(tensor)}
         self._weights: dict[int, Tensor] = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # With True, torch imports torch.compile to disable it: 1.1 s and 50 MB in each instance.
-        return False
-
-    def __torch_dispatch__(
+    def __torch_function__(
         self,
-        func: OpOverload[..., object],
+        func: Callable[..., object],
         types: Sequence[type],
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if (
-            func is torch.ops.aten.copy_.default
+            func is Tensor.copy_
             and has_plain_storage(weight := args[0])
             and has_plain_storage(mapped := args[1])
             and storage_id(mapped) in self._mapped
@@ -129,15 +119,13 @@ def share(weights: Iterable[object], archive: Path) -> None:
 
 def _stored_members(archive: Path) -> Iterator[torch.UntypedStorage]:
     """Yield each uncompressed member of an archive as memory of the mapped file."""
-    size = archive.stat().st_size
-    mapped = torch.UntypedStorage.from_file(str(archive), shared=False, nbytes=size)
-    file = cast("torch.UntypedStorage", mapped)  # torch declares a base class
-    with zipfile.ZipFile(archive) as members, archive.open("rb") as headers:
+    path, size = str(archive), archive.stat().st_size
+    file: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
+    reader: Any = torch._C.PyTorchFileReader(path)
+    with zipfile.ZipFile(archive) as members:
         for member in members.infolist():
             if member.compress_type == zipfile.ZIP_STORED and member.file_size:
-                headers.seek(member.header_offset)
-                start = member.header_offset + _HEADER.size
-                start += sum(_HEADER.unpack(headers.read(_HEADER.size)))
+                start = reader.get_record_offset(member.filename.partition("/")[2])
                 yield file[start : start + member.file_size]
 
 

@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -30,11 +29,7 @@ _Built = TypeVar("_Built")
 _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
-def load_into(
-    config: ModelConfig,
-    artifact: Artifact,
-    module: nn.Module,
-) -> None:
+def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
     """Load the weights into the module: all keys, no other keys, the same shapes.
 
     Raises:
@@ -42,14 +37,14 @@ def load_into(
             its entries.
     """
     own = module.state_dict(keep_vars=True)
-    if artifact.weights is None and own:
-        raise ArtifactError(
-            f"{type(module).__name__} has {counted(len(own), 'weight')}, and there is no weights"
-            f" file beside {artifact.path.name}",
-            expected=f"{artifact.path.stem}.safetensors, .pt or .pth",
-            cure='Save module.state_dict() there, or set the parameter WEIGHTS to "none".',
-        )
     if artifact.weights is None:
+        if own:
+            raise ArtifactError(
+                f"{type(module).__name__} has {counted(len(own), 'weight')}, and there is no"
+                f" weights file beside {artifact.path.name}",
+                expected=f"{artifact.path.stem}.safetensors, .pt or .pth",
+                cure='Save module.state_dict() there, or set the parameter WEIGHTS to "none".',
+            )
         return
     state = read(config, artifact.weights)
     # A file may have one of the names of tied weights.
@@ -124,26 +119,14 @@ def build_uninitialized(
     with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
         for name, function in inspect.getmembers(nn.init, inspect.isfunction):
             if name.endswith("_") and "generator" in inspect.signature(function).parameters:
-                stack.enter_context(mock.patch.object(nn.init, name, partial(_skip, function)))
+                skip = mock.patch.object(nn.init, name, lambda tensor, *_, **__: tensor)
+                stack.enter_context(skip)
         built = build()
         drew = not torch.equal(torch.random.get_rng_state(), random_state)
         if isinstance(built, nn.Module) and not drew and _fills(saved(), built):
             return built
     torch.random.set_rng_state(random_state)
     return build()
-
-
-def _skip(
-    function: Callable[..., Tensor],
-    tensor: Tensor,
-    *args: object,
-    **kwargs: object,
-) -> Tensor:
-    """Call a function of nn.init only if it draws from a generator of the module's own."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator):
-            return function(tensor, *args, **kwargs)
-    return tensor
 
 
 def _fills(saved: Mapping[str, object], module: nn.Module) -> bool:
