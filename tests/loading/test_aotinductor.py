@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.errors import ArtifactError, InputError
-from torch_py_backend.loading import aotinductor
+from torch_py_backend.loading import aotinductor, registry
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.processes import instance_status
 from torch_py_backend.values import Rows
@@ -103,7 +103,7 @@ def test_what_torch_unpacks_is_removed_with_the_model_and_after_a_failure(
     with pytest.raises(
         ArtifactError, match=r"model\.pt2 is an AOTInductor package .* write it again"
     ):
-        aotinductor.load(Artifact(ArtifactType.AOTI, damaged), settings, CPU)
+        registry.load(Artifact(ArtifactType.AOTI, damaged), settings, CPU)
     assert unpacked
     assert [path.name for path in served.iterdir()] == ["status"]
     assert list(temporary.iterdir()) == []

@@ -25,9 +25,9 @@ from torch_py_backend.errors import (
     InputError,
     OutputError,
 )
-from torch_py_backend.loading import aotinductor, discovery, example_inputs, exported, registry
+from torch_py_backend.loading import aotinductor, discovery, example_inputs, registry
 from torch_py_backend.loading import hooks as user_hooks
-from torch_py_backend.loading.discovery import Artifact, ArtifactType
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.hooks import HookedPipeline
@@ -72,23 +72,26 @@ def describe(
     # The batch dimension is not known yet; hooks for batches need one.
     with_batch = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
     hooks = user_hooks.load(with_batch, artifact)
-    if hooks is None and artifact.kind is ArtifactType.EXPORTED:
-        registry.import_beside(artifact)
-        inputs, outputs, rows = exported.describe(artifact.path)
+    packaged = artifact.kind is ArtifactType.AOTI
+    device = aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
+    loaded = registry.load(artifact, with_batch, device)
+    if hooks is None and loaded.traced is not None:
+        inputs, outputs = loaded.traced
         if batched is None:  # a fixed first dimension is not taken for a batch
             values = (*inputs.values(), *outputs.values())
             batched = all(v.ndim and not isinstance(v.shape[0], int) for v in values)
-        inferred = _schema(inputs, outputs, rows.most, batched=batched)
+        inferred = _schema(inputs, outputs, loaded.rows.most, batched=batched)
     else:
-        inferred = _try(config, document, artifact, hooks, batched=batched)
+        inferred = _try(config, document, loaded, hooks, device, batched=batched)
     return inferred | {key: document[key] for key in inferred if document.get(key)}
 
 
 def _try(
     config: ModelConfig,
     document: Document,
-    artifact: Artifact,
+    loaded: Loaded,
     hooks: Hooks | None,
+    device: torch.device,
     *,
     batched: bool | None,
 ) -> JsonObject:
@@ -96,10 +99,7 @@ def _try(
 
     Output dims that differ between sizes of the inputs are -1.
     """
-    packaged = artifact.kind is ArtifactType.AOTI
-    device = aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
-    loaded = registry.load(artifact, config, device)
-    example = example_inputs.find(config, artifact)
+    example = example_inputs.find(config, loaded.artifact)
     if not document.get("input") and example is None:
         raise ConfigError(
             f"config.pbtxt lists no inputs, and {loaded.kind.value} does not define their shapes",

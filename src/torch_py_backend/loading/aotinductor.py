@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import discovery, example_inputs
-from torch_py_backend.loading.discovery import Artifact, ArtifactType
-from torch_py_backend.loading.loaded import Loaded, reading
+from torch_py_backend.loading.discovery import Artifact
+from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import instance_status
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.values import ANY_ROWS, Rows
@@ -111,9 +111,8 @@ def open_package(
         before = os.environ.get("TMPDIR", tempfile.gettempdir())
         os.environ["TMPDIR"] = folder
         try:
-            with reading(path, ArtifactType.AOTI):
-                package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
-                result = pytree.treespec_loads(package.get_call_spec()[1])
+            package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
+            result = pytree.treespec_loads(package.get_call_spec()[1])
         finally:
             os.environ["TMPDIR"] = before
         return package, result, weakref.finalize(package, files.pop_all().close)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,11 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.loading import mapped_files
-from torch_py_backend.loading.discovery import Artifact, ArtifactType
-from torch_py_backend.loading.loaded import Loaded, reading
+from torch_py_backend.loading.discovery import Artifact
+from torch_py_backend.loading.loaded import Loaded, Traced
 from torch_py_backend.signature import introspection, results
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import ANY_ROWS, Rows
-
-# Fake tensors by name. A size of them that is not fixed is no int.
-Values: TypeAlias = "dict[str, Tensor]"
 
 
 def load(
@@ -31,8 +27,9 @@ def load(
     device: torch.device | None,
 ) -> Loaded:
     """Load a program and move it to the device."""
-    path = artifact.path
-    program = _read(path)
+    # torch 2.13 has an invalid format string for its warning about a class, as of a named tuple.
+    logging.getLogger("torch._export.serde.serialize").setLevel(logging.ERROR)
+    program = torch.export.load(artifact.path)
     if config.options.enable_weight_sharing is not False:
         tables: tuple[dict[str, object], ...] = (program.state_dict, program.constants)
         for table in tables:
@@ -40,42 +37,29 @@ def load(
             table.update(
                 {name: value.data for name, value in table.items() if type(value) is Tensor}
             )
-        mapped_files.share((value for table in tables for value in table.values()), path)
+        mapped_files.share((value for table in tables for value in table.values()), artifact.path)
     if device is not None:
         program = move_to_device_pass(program, device)
     module = program.module()
-    signature, values = _inputs(program, module)
-    rows = _rows(program, values) if config.max_batch_size else ANY_ROWS
-    return Loaded(artifact, module, signature, module, rows)
+    signature, inputs = _inputs(program, module)
+    rows = _rows(program, inputs) if config.max_batch_size else ANY_ROWS
+    arguments = (argument.name for argument in signature.arguments)
+    traced = dict(zip(arguments, inputs, strict=True)), _outputs(program)
+    return Loaded(artifact, module, signature, module, rows, traced)
 
 
-def describe(path: Path) -> tuple[Values, Values, Rows]:
-    """Return the inputs and outputs of a program by name, as traced, and its rows."""
-    program = _read(path)
-    signature, inputs = _inputs(program, program.module())
+def _outputs(program: ExportedProgram) -> Traced:
+    """Return the outputs as traced, by name."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     nodes = program.graph_signature.user_outputs
     out_spec: Any = program.call_spec.out_spec
     names = results.leaf_names(pytree.tree_unflatten(list(range(len(nodes))), out_spec))
-    outputs = {}
-    for name, node in zip(names, nodes, strict=True):
-        if node in values:  # None and numbers in a result are not outputs
-            outputs[name] = values[node]
-    arguments = (argument.name for argument in signature.arguments)
-    return dict(zip(arguments, inputs, strict=True)), outputs, _rows(program, inputs)
+    # None and numbers in a result are not outputs.
+    pairs = zip(names, nodes, strict=False)
+    return {name: values[node] for name, node in pairs if node in values}
 
 
-def _read(path: Path) -> ExportedProgram:
-    # torch 2.13 has an invalid format string for its warning about a class, as of a named tuple.
-    logging.getLogger("torch._export.serde.serialize").setLevel(logging.ERROR)
-    with reading(path, ArtifactType.EXPORTED):
-        return torch.export.load(path)
-
-
-def _inputs(
-    program: ExportedProgram,
-    module: nn.Module,
-) -> tuple[Signature, list[Any]]:
+def _inputs(program: ExportedProgram, module: nn.Module) -> tuple[Signature, list[Any]]:
     """Return the signature, and the inputs as traced: fake tensors and symbolic numbers."""
     in_spec: Any = program.call_spec.in_spec
     nodes = {node.name: node for node in program.graph.nodes}

@@ -10,7 +10,7 @@ import torch
 
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError
+from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, summarize
 from torch_py_backend.loading import aotinductor, exported, python_source, torchscript
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Forward, Loaded
@@ -57,6 +57,13 @@ def without_unused(config: ModelConfig, kind: ArtifactType) -> ModelConfig:
     return dataclasses.replace(config, options=dataclasses.replace(config.options, **unused))
 
 
+_LOADERS = {
+    ArtifactType.TORCHSCRIPT: torchscript.load,
+    ArtifactType.EXPORTED: exported.load,
+    ArtifactType.AOTI: aotinductor.load,
+}
+
+
 def load(
     artifact: Artifact,
     config: ModelConfig,
@@ -64,36 +71,34 @@ def load(
 ) -> Loaded:
     """Load an artifact as a module in eval mode on a device; None: the model places itself.
 
+    hooks.py and the source file beside it are imported before: they may register operators and
+    classes that it needs. If the source file cannot be imported, that is a warning: it may have
+    nothing to do with the artifact.
+
     Raises:
         ArtifactError: the artifact cannot be loaded.
     """
-    import_beside(artifact)
-    return LOADERS[artifact.kind](artifact, config, device)
-
-
-def import_beside(artifact: Artifact) -> None:
-    """Import hooks.py and the source file beside an artifact.
-
-    They may register operators and classes that the artifact needs. If the source file cannot be
-    imported, that is a warning: it may have nothing to do with the artifact.
-    """
+    path = artifact.path
     if artifact.hooks is not None:
         python_source.import_source(artifact.hooks)
-    if artifact.source is None:
-        return
+    if artifact.kind in _SOURCES:
+        return python_source.load(artifact, config, device)
+    if artifact.source is not None:
+        try:
+            python_source.import_source(artifact.source)
+        except ArtifactError as error:
+            log.warning("%s %s is loaded without it.", error, path.name)
     try:
-        python_source.import_source(artifact.source)
-    except ArtifactError as error:
-        log.warning("%s %s is loaded without it.", error, artifact.path.name)
-
-
-LOADERS = {
-    ArtifactType.TORCHSCRIPT: torchscript.load,
-    ArtifactType.MODULE: python_source.load,
-    ArtifactType.FACTORY: python_source.load,
-    ArtifactType.EXPORTED: exported.load,
-    ArtifactType.AOTI: aotinductor.load,
-}
+        return _LOADERS[artifact.kind](artifact, config, device)
+    except LoadError:
+        raise
+    except Exception as error:  # a damaged file, or one of another torch, raises nearly anything
+        raise ArtifactError(
+            f"{path.name} is {artifact.kind.value} that torch {torch.__version__} cannot load:"
+            f" {summarize(error)}",
+            cure="If an operator or a class is missing, import its package in model.py beside the"
+            " artifact; else write it again under this version of torch.",
+        ) from error
 
 
 def optimize(config: ModelConfig, loaded: Loaded) -> Forward:

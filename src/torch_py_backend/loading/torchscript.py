@@ -11,7 +11,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.discovery import Artifact
-from torch_py_backend.loading.loaded import Forward, Loaded, reading
+from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.signature import introspection
 
 
@@ -22,8 +22,7 @@ def load(
 ) -> Loaded:
     """Load an archive that torch.jit.save wrote, in eval mode, with its weights in the file."""
     path = artifact.path
-    with reading(path, artifact.kind):
-        module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
+    module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
     module.eval()
     if config.options.enable_weight_sharing is not False:
         mapped_files.share((*module.parameters(), *module.buffers()), path)
