@@ -64,7 +64,8 @@ def test_an_item_without_rows_is_refused(shape: tuple[int, ...], dims: tuple[int
     refused = inputs.refusal([item])
     assert isinstance(refused, InputError)
     assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
-    assert not inputs.alike([{"x": torch.ones(2, 4)}, item])
+    entries, (group,) = inputs.stage(lambda _: identity)([{"x": torch.ones(2, 4)}, item])
+    assert (type(entries[1]), group.places) == (InputError, [0])
 
 
 def test_any_input_separates_items() -> None:
@@ -147,8 +148,8 @@ def ids(rows: int, length: int, mask: int | None = None) -> Item:
         pytest.param(PADDED, [ids(1, 3), ids(1, 2, mask=3)], False, id="mask of another length"),
     ],
 )
-def test_items_are_alike_if_checked_one_by_one_they_share_a_call(
-    overrides: dict[str, Any], items: list[Item], shares: bool, monkeypatch: pytest.MonkeyPatch
+def test_valid_items_that_are_alike_share_a_call(
+    overrides: dict[str, Any], items: list[Item], shares: bool
 ) -> None:
     def forward(x: list[str], n: Any = None) -> Any:
         return x, n
@@ -157,20 +158,15 @@ def test_items_are_alike_if_checked_one_by_one_they_share_a_call(
     padding = Padding(config) if config.options.pad else None
     function = forward if overrides is TEXTS else lambda x, n=None: x
     inputs = Inputs(config, introspection.from_function(function), padding)
-    assert inputs.alike(items) is shares
-    monkeypatch.setattr(inputs, "alike", lambda _: False)
     entries, groups = inputs.stage(lambda _: identity)(items)
     refused = [entry for entry in entries if isinstance(entry, InputError)]
     assert shares == (len(groups) == 1 and not refused)
 
 
-def test_items_with_one_scalar_share_a_call_and_nan_equals_nothing() -> None:
+def test_items_with_one_scalar_share_a_call() -> None:
     inputs = inputs_of(takes(float), X, build.spec("n", "FP32", (1,)))
     sent: list[Item] = [
         {"x": torch.ones(2, 4), "n": torch.full((2, 1), value)}
-        for value in (2.0, 2.0, float("nan"))
+        for value in (2.0, 2.0, float("nan"), float("nan"))
     ]
-    assert inputs.alike(sent[:2])
-    assert not inputs.alike(sent[1:])
-    assert inputs.alike(sent[2:])
-    assert positions(inputs, *sent) == [[0, 1], [2]]
+    assert positions(inputs, *sent) == [[0, 1], [2, 3]]

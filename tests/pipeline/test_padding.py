@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.pipeline.padding import MOST_GROWTH, Pad, Padding
-from torch_py_backend.values import Item
+from torch_py_backend.values import Item, Items
 
 
 def spec(
@@ -99,17 +99,16 @@ def test_padding_makes_a_batch_at_most_four_times_as_large(
 ) -> None:
     padding = create((IDS, MASK), ids={"mask": "mask", "multiple_of": multiple})
     items: list[Any] = [
-        (place, padding.fill({"ids": torch.zeros(shape, dtype=torch.int64)}))
-        for place, shape in enumerate(shapes)
+        padding.fill({"ids": torch.zeros(shape, dtype=torch.int64)}) for shape in shapes
     ]
-    split = padding.split(items)
-    assert [[place for place, _ in part] for part in split] == parts
-    for part in split:
-        alone = sum(_values(padding, [item]) for _, item in part)
-        assert _values(padding, [item for _, item in part]) <= MOST_GROWTH * alone
+    split = padding.split(range(len(items)), items)
+    assert [list(places) for places, _ in split] == parts
+    for _, part in split:
+        alone = sum(_values(padding, [item]) for item in part)
+        assert _values(padding, part) <= MOST_GROWTH * alone
 
 
-def _values(padding: Padding, items: list[Any]) -> int:
+def _values(padding: Padding, items: Items) -> int:
     """Return the number of values in a batch of these items, padding included."""
     names = ("ids", "mask")
     columns = [padding.pads[name].gather([item[name] for item in items]) for name in names]
@@ -118,8 +117,8 @@ def _values(padding: Padding, items: list[Any]) -> int:
 
 def test_an_optional_input_that_is_left_out_pads_nothing() -> None:
     padding = create((IDS, MASK), ids={"mask": "mask"})
-    items: list[Any] = [(0, {"x": torch.zeros(1, 2)}), (1, {"x": torch.zeros(7, 2)})]
-    assert padding.split(items) == [items]
+    items: list[Item] = [{"x": torch.zeros(1, 2)}, {"x": torch.zeros(7, 2)}]
+    assert padding.split((3, 4), items) == [((3, 4), items)]
 
 
 _EIGHT = torch.arange(8)

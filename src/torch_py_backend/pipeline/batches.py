@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError
-from torch_py_backend.values import ANY_ROWS, Columns, Rows, Value
+from torch_py_backend.errors import BackendError, ConfigError
+from torch_py_backend.pipeline.run import Entries
+from torch_py_backend.values import ANY_ROWS, Columns, Item, Items, Rows, Value
 
 
 def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
@@ -45,6 +46,23 @@ def powers_of_two(most: int) -> tuple[int, ...]:
     """Return 1, 2, 4, ... and the number itself, so that less than half of a call is padding."""
     powers = [1 << power for power in range((most - 1).bit_length())]
     return (*powers, most)
+
+
+def grouped(
+    entries: Entries, keys_of: Callable[[Items], Iterable[Hashable]]
+) -> list[tuple[Sequence[int], Items]]:
+    """Return the items with equal keys together, behind their places among the entries."""
+    items: list[Any] = [entry for entry in entries if not isinstance(entry, BackendError)]
+    keys = list(keys_of(items))
+    if len(items) == len(entries) and len(set(keys)) == 1:  # most batches
+        return [(range(len(items)), items)]
+    places = [place for place, entry in enumerate(entries) if not isinstance(entry, BackendError)]
+    groups: dict[Hashable, tuple[list[int], list[Item]]] = {}
+    for key, place, item in zip(keys, places, items, strict=True):
+        members = groups.setdefault(key, ([], []))
+        members[0].append(place)
+        members[1].append(item)
+    return list(groups.values())
 
 
 def concatenate(values: Sequence[Any]) -> Value:

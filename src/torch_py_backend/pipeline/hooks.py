@@ -10,8 +10,9 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
-from torch_py_backend.pipeline.padding import Placed
 from torch_py_backend.pipeline.postprocessing import ROWS
 from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, Grouped, GroupStage
 from torch_py_backend.signature.arguments import ArgumentType, Signature
@@ -144,17 +144,17 @@ class HookedPipeline:
 
     def _group_rows(self, call: Call, entries: Entries) -> Grouped:
         """Group prepared items: all with collate(), else those alike."""
-        groups: dict[Hashable, Placed] = {}
-        for place, entry in enumerate(entries):
-            if isinstance(entry, BackendError):
-                continue
-            key: Hashable = place
-            if self._batched:
-                first: Tree = entry[ROWS][0]
-                key = None if self.hooks.collate is not None else _key(first)
-            groups.setdefault(key, []).append((place, entry))
-        members = [zip(*group, strict=True) for group in groups.values()]
-        return entries, [Group(_gather_rows, call, items, places) for places, items in members]
+
+        def keys_of(items: Items) -> Iterable[Hashable]:
+            if not self._batched:
+                return range(len(items))
+            if self.hooks.collate is not None:
+                return repeat(None, len(items))
+            firsts: list[Tree] = [item[ROWS][0] for item in items]
+            return map(_key, firsts)
+
+        groups = batches.grouped(entries, keys_of)
+        return entries, [Group(_gather_rows, call, items, places) for places, items in groups]
 
     def _call(
         self,

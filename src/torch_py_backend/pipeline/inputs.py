@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import repeat
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, BindingError, InputError
 from torch_py_backend.pipeline import arguments, batches, ragged
-from torch_py_backend.pipeline.padding import Padding, Placed
-from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, GroupStage
+from torch_py_backend.pipeline.padding import Padding
+from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, Grouped, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
 from torch_py_backend.values import Call, Item, Items, Tree, Value, clone
@@ -30,6 +32,8 @@ Caller: TypeAlias = "Callable[[InputBinding], Call]"
 # Returns what the values of one call have in common.
 Key: TypeAlias = "Callable[[Value], Hashable]"
 _HOST = torch.device("cpu")
+# Takes the place of an input that a request leaves out: without rows, a value would be refused.
+_MISSING = np.empty(())
 
 
 class Kind(NamedTuple):
@@ -91,9 +95,8 @@ class Inputs:
             if by_row and self._batched:
                 argument = arguments.for_rows(argument)
             self._kinds[spec.name] = _kind(config, spec, argument, padding)
-        # Of each input, as few frames as possible.
         self._keys = [
-            (itemgetter(name), key) for name, kind in self._kinds.items() for key in kind.keys
+            (repeat(name), key) for name, kind in self._kinds.items() for key in kind.keys
         ]
         # The input of requests that another one is made of.
         self._sources = {made.name: made.source for made in config.batch_inputs}
@@ -103,19 +106,6 @@ class Inputs:
         optional = frozenset(spec.name for spec in config.inputs if spec.optional).difference(masks)
         # Other sets are bound by a request that leaves them out, or refuse it.
         self.patterns = (frozenset(), optional) if optional else (frozenset[str](),)
-
-    def alike(self, entries: Entries) -> TypeGuard[Items]:
-        """Return whether all entries are valid items that can share a call, found in few calls."""
-        items: Sequence[Any] = entries
-        try:
-            for get, key in self._keys:
-                if len(set(map(key, map(get, items)))) != 1:
-                    return False
-        except (LookupError, TypeError):  # an input is missing, or an item was refused
-            return False
-        if self.refusal(items) is not None or (len(items) > 1 and not self._batched):
-            return False
-        return self._padding is None or self._padding.fit(items)
 
     def refusal(self, items: Items) -> InputError | None:
         """Return why an item is refused, or why one of several is that can share a call."""
@@ -131,10 +121,12 @@ class Inputs:
                     f"input '{name}' has the shape {list(value.shape)} and no rows",
                     expected=f"{kind.axes} dimensions, the first of at least 1",
                 )
-            if kind.argument.refuse is not None:
-                reason = kind.argument.refuse(kind.gather([item[name] for item in items]))
-                if reason is not None:
-                    return InputError(f"input '{name}' {reason}")
+            convert, checks, _ = kind.argument
+            if convert is not None and checks:
+                try:
+                    convert(kind.gather([item[name] for item in items]))
+                except ValueError as error:
+                    return InputError(f"input '{name}' {error}")
         if len(first) < len(self._specs):
             try:
                 self._bound(self._left_out(first))
@@ -150,42 +142,35 @@ class Inputs:
             binding = self._bound(left_out)
             return self._gather(binding), self._converting(binding, caller(binding))
 
-        gather, call = call_of(frozenset())
-
-        def group(entries: Entries) -> tuple[Entries, Sequence[Group]]:
+        def group(entries: Entries) -> Grouped:
             if self._padding is not None:
                 entries = list(map(self._padding.fill, entries))
-            if self.alike(entries):
-                return entries, (Group(gather, call, entries, range(len(entries))),)
-            admitted = [
-                entry if isinstance(entry, BackendError) else self.refusal((entry,)) or entry
-                for entry in entries
+            groups = batches.grouped(entries, self._keys_of)
+            if any(self.refusal(items) for _, items in groups):  # find which items
+                entries = [
+                    entry if isinstance(entry, BackendError) else self.refusal((entry,)) or entry
+                    for entry in entries
+                ]
+                groups = batches.grouped(entries, self._keys_of)
+            if self._padding is not None:
+                groups = [part for members in groups for part in self._padding.split(*members)]
+            return entries, [
+                Group(*call_of(self._left_out(items[0])), items, places) for places, items in groups
             ]
-            groups = []
-            for members in self._members(admitted):
-                places, items = zip(*members, strict=True)
-                groups.append(Group(*call_of(self._left_out(items[0])), items, places))
-            return admitted, groups
 
         return group
 
-    def _members(self, entries: Entries) -> list[Placed]:
-        """Return the items that can share calls, each with its position."""
-        groups: dict[Hashable, Placed] = {}
-        for place, entry in enumerate(entries):
-            if isinstance(entry, BackendError):
-                continue
-            key: Hashable = place
-            if self._batched:
-                names = [name for name in self._specs if name in entry]
-                keys = [key(entry[name]) for name in names for key in self._kinds[name].keys]
-                key = (*names, *keys)
-            groups.setdefault(key, []).append((place, entry))
-        if self._padding is None:
-            return list(groups.values())
-        return [part for members in groups.values() for part in self._padding.split(members)]
+    def _keys_of(self, items: Items) -> Iterable[Hashable]:
+        """Return keys that are equal for items that can share a call; quickly, without frames."""
+        if not (self._batched and self._keys):
+            return range(len(items))
+        missing = repeat(_MISSING)
+        keys = [map(key, map(dict.get, items, name, missing)) for name, key in self._keys]
+        return zip(*keys, strict=True)
 
     def _left_out(self, item: Item) -> frozenset[str]:
+        if len(item) == len(self._specs):
+            return frozenset()
         return frozenset(self._specs).difference(item)
 
     def _bind(self, left_out: frozenset[str]) -> InputBinding:
@@ -238,8 +223,8 @@ def _kind(
     keys: list[Key] = [attrgetter("ndim") if fixed else _dims]
     if not config.options.force_cpu_only_input_tensors:  # inputs are where their clients sent them
         keys.append(_device)
-    if argument.key is not None:
-        keys.append(argument.key)
+    if argument.scalar:
+        keys.append(_first)
     gather: Callable[[Sequence[Value]], Value] = batches.concatenate
     if pad is not None:
         gather = pad.gather
@@ -254,7 +239,11 @@ def _dims(value: Value) -> Hashable:
     return value.shape[1:]
 
 
-def _device(value: Value) -> torch.device:
+def _first(value: Value) -> Hashable:
+    return repr(value.reshape(-1)[:1].tolist())  # NaN does not equal itself
+
+
+def _device(value: Value) -> Hashable:
     return value.device if isinstance(value, Tensor) else _HOST
 
 

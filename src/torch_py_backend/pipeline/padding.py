@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +15,11 @@ from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.errors import BackendError, ConfigError, InputError, join_names
-from torch_py_backend.pipeline.batches import concatenate
+from torch_py_backend.pipeline.batches import concatenate, grouped
 from torch_py_backend.pipeline.run import Entry
-from torch_py_backend.values import Item, Items, Value, to_column
+from torch_py_backend.values import Items, Value, to_column
 
 log = logging.getLogger(__name__)
-
-# Items of a group, each with its place among the entries of a run.
-Placed: TypeAlias = "list[tuple[int, Item]]"
 
 # The largest ratio of a padded batch's values to its items' values. Without a limit, one long
 # request makes a batch of N requests N times as large as itself. With less than 4, two calls cost
@@ -69,12 +66,6 @@ class Pad:
         """
         lengths = [self.rounded(value.shape[axis]) for axis in self.axes]
         return tuple(length.bit_length() * len(lengths) // 2 for length in lengths)
-
-    def fit(self, values: Sequence[Value]) -> bool:
-        """Return whether values can share a batch without much padding."""
-        shapes = [value.shape for value in values]
-        sent = sum(map(math.prod, shapes))
-        return math.prod(self.padded_shape(shapes)) <= MOST_GROWTH * sent
 
     def gather(self, items: Sequence[Value]) -> Value:
         """Pad and concatenate the items' values.
@@ -206,24 +197,18 @@ class Padding:
                 )
         return None
 
-    def fit(self, items: Items) -> bool:
-        """Return whether items can share a batch without much padding."""
-        return all(
-            pad.fit([item[name] for item in items])
-            for name, pad in self.pads.items()
-            if name in items[0]
-        )
-
-    def split(self, items: Placed) -> list[Placed]:
+    def split(self, places: Sequence[int], items: Items) -> list[tuple[Sequence[int], Items]]:
         """Split the items of one group by their lengths if they would be padded too much."""
-        if self.fit([item for _, item in items]):
-            return [items]
-        parts: dict[Hashable, Placed] = {}
-        for place, item in items:
-            pads = [(item[name], pad) for name, pad in self.pads.items() if name in item]
-            key = tuple(pad.length_class(value) for value, pad in pads)
-            parts.setdefault(key, []).append((place, item))
-        return list(parts.values())
+        pads = [(name, pad) for name, pad in self.pads.items() if name in items[0]]
+        for name, pad in pads:
+            shapes = [item[name].shape for item in items]
+            if math.prod(pad.padded_shape(shapes)) > MOST_GROWTH * sum(map(math.prod, shapes)):
+                break
+        else:
+            return [(places, items)]
+        classes = [tuple(pad.length_class(item[name]) for name, pad in pads) for item in items]
+        parts = grouped(items, lambda _: classes)
+        return [([places[place] for place in part], members) for part, members in parts]
 
     def cut(self, outcomes: Sequence[dict[str, Value]], items: Items) -> None:
         """Cut outputs to the lengths of the items of a batch."""
