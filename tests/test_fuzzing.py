@@ -36,7 +36,7 @@ def _artifact(folder: Path, data: bytes) -> None:
     with contextlib.suppress(LoadError):
         discovery.find(build.config(folder))
     discovery.aoti_metadata(path)
-    discovery.can_be_mapped(path)
+    discovery.members(path)
 
 
 def _index(folder: Path, data: bytes) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.autocomplete import schema
 from torch_py_backend.errors import ConfigError, ForwardError, LoadError
+from torch_py_backend.loading import registry
 from torch_py_backend.processes import child_process
 
 pytestmark = pytest.mark.usefixtures("imports")
@@ -80,6 +82,22 @@ def test_exported_program_describes_itself_and_its_example_is_not_read(
     build.write(tmp_path, "example_inputs.safetensors", b"no such file")
     torch.export.save(program, tmp_path / "1" / "model.pt2")
     assert _describe(tmp_path, **document) == (inputs, outputs, rows)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_package_is_tried_on_its_own_device(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    load = mock.Mock(side_effect=LoadError("it is only looked for"))
+    monkeypatch.setattr(registry, "load", load)
+    with zipfile.ZipFile(build.write(tmp_path, "model.pt2", ""), "w") as package:
+        metadata = json.dumps({"AOTI_DEVICE_KEY": device.partition(":")[0]})
+        package.writestr("model/data/aotinductor/model/a_metadata.json", metadata)
+    with pytest.raises(LoadError):
+        _describe(tmp_path)
+    assert str(load.call_args.args[2]) == device
 
 
 _STRICT = """

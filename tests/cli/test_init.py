@@ -130,7 +130,7 @@ def test_init_without_examples(tmp_path: Path) -> None:
 def test_init_of_weights(tmp_path: Path) -> None:
     """Weights require their class, and a class its weights."""
     safetensors.torch.save_file(models.Affine().state_dict(), tmp_path / "net.safetensors")
-    text = "put its class in net.py beside it."
+    text = "a state_dict beside net.py, which defines its class."
     refuse(text, "init", "net.safetensors", _INPUT, cwd=tmp_path)
     scenarios.text(models.source(models.Affine), "net.py")(tmp_path)
     _init(tmp_path, "net.safetensors", _INPUT)

@@ -73,15 +73,6 @@ def test_package_for_this_machine(
     assert aotinductor.mismatch(package(tmp_path, here), device) == ""
 
 
-def test_package_without_an_instance_is_tried_on_its_own_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for name, device in (("cpu", CPU), ("cuda", torch.device("cuda", 1))):
-        assert aotinductor.device_of(package(tmp_path, {"AOTI_DEVICE_KEY": name})) == device
-
-
 @pytest.mark.usefixtures("process")
 def test_what_torch_unpacks_is_removed_with_the_model_and_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

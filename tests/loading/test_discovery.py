@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import discovery
-from torch_py_backend.loading.discovery import Artifact, ArtifactType, NoModel
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
 _Writer = Callable[[Path], object]
 _Files = dict[str, _Writer]
@@ -138,7 +138,6 @@ def test_model_py_without_a_module_belongs_to_the_complete_model_beside_it(
     build.write(tmp_path, "model.py", text)
     artifact = discovery.find(build.config(tmp_path))
     assert artifact.path == version / model
-    assert artifact.source == (version / "model.py" if model == "model.pt" else None)
     selected = discovery.find(build.config(tmp_path, model_class="Net"))
     assert selected.path == version / "model.py"
 
@@ -167,7 +166,7 @@ def raw(content: bytes) -> _Writer:
 
 
 _STATE = models.Affine().state_dict()
-CONTENTS: dict[str, tuple[_Writer, ArtifactType | NoModel]] = {
+CONTENTS: dict[str, tuple[_Writer, ArtifactType]] = {
     "code alone": (archive("data.pkl", "code/__torch__.py"), ArtifactType.TORCHSCRIPT),
     "constants": (archive("data.pkl", "constants.pkl"), ArtifactType.TORCHSCRIPT),
     "extra files": (
@@ -178,17 +177,17 @@ CONTENTS: dict[str, tuple[_Writer, ArtifactType | NoModel]] = {
     ),
     "legacy state_dict": (
         lambda path: torch.save(_STATE, path, _use_new_zipfile_serialization=False),
-        NoModel.WEIGHTS,
+        ArtifactType.WEIGHTS,
     ),
-    "empty": (raw(b""), NoModel.UNKNOWN),
-    "other zip": (archive("notes.txt"), NoModel.UNKNOWN),
-    "safetensors": (lambda path: safetensors.torch.save_file(_STATE, path), NoModel.WEIGHTS),
+    "empty": (raw(b""), ArtifactType.UNKNOWN),
+    "other zip": (archive("notes.txt"), ArtifactType.UNKNOWN),
+    "safetensors": (lambda path: safetensors.torch.save_file(_STATE, path), ArtifactType.WEIGHTS),
     # A package may hold its program, too.
     "AOTInductor package": (
         archive("models/model.json", "data/aotinductor/model/abc.so"),
         ArtifactType.AOTI,
     ),
-    "head of a zip": (raw(b"PK\x03\x04" + bytes(60)), NoModel.UNKNOWN),
+    "head of a zip": (raw(b"PK\x03\x04" + bytes(60)), ArtifactType.UNKNOWN),
 }
 
 

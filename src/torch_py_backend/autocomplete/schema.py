@@ -25,9 +25,8 @@ from torch_py_backend.errors import (
     InputError,
     OutputError,
 )
-from torch_py_backend.loading import aotinductor, discovery, example_inputs, registry
+from torch_py_backend.loading import discovery, example_inputs, registry
 from torch_py_backend.loading import hooks as user_hooks
-from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.hooks import HookedPipeline
@@ -72,8 +71,9 @@ def describe(
     # The batch dimension is not known yet; hooks for batches need one.
     with_batch = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
     hooks = user_hooks.load(with_batch, artifact)
-    packaged = artifact.kind is ArtifactType.AOTI
-    device = aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and discovery.is_cuda_package(artifact.path):
+        device = torch.device("cuda", torch.cuda.current_device())  # it runs on no other device
     loaded = registry.load(artifact, with_batch, device)
     if hooks is None and loaded.traced is not None:
         inputs, outputs = loaded.traced

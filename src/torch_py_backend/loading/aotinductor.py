@@ -133,17 +133,6 @@ def compile_program(
     aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
-def device_of(path: Path) -> torch.device:
-    """Return the device to try a package on where the config names none yet.
-
-    A package for CUDA runs on no other device. Without a GPU the CPU is returned, and `mismatch`
-    reports the difference.
-    """
-    if torch.cuda.is_available() and discovery.is_cuda_package(path):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 # Inductor's names of instruction sets, and the flags of /proc/cpuinfo that they need.
 _ISA_FLAGS = {
     "AVX2": "avx2",

@@ -6,12 +6,10 @@ Reads names, first bytes and zip members. Does not import torch, unpickle, or ru
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import json
 import re
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,25 +18,25 @@ from torch_py_backend.errors import ArtifactError, ConfigError
 
 
 class ArtifactType(enum.Enum):
-    """The type of an artifact."""
+    """The type of an artifact, or of a file that is none."""
 
     TORCHSCRIPT = "TorchScript"
     MODULE = "Python source and weights"
     EXPORTED = "a torch.export program"
     AOTI = "an AOTInductor package"
     FACTORY = "a factory of an installed package"
+    WEIGHTS = "weights without code, or a pickled module"
+    UNKNOWN = "not a PyTorch file, such as a git-lfs pointer, or a damaged one"
 
     @property
     def has_weights_apart(self) -> bool:
         """Whether the weights are in a file of their own, and the artifact is Python code."""
         return self in (ArtifactType.MODULE, ArtifactType.FACTORY)
 
-
-class NoModel(enum.Enum):
-    """The type of a file that is no model."""
-
-    WEIGHTS = "weights without code, or a pickled module"
-    UNKNOWN = "not a PyTorch file, such as a git-lfs pointer, or a damaged one"
+    @property
+    def is_complete(self) -> bool:
+        """Whether a file of this type is a model without further files."""
+        return self in (ArtifactType.TORCHSCRIPT, ArtifactType.EXPORTED, ArtifactType.AOTI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +54,6 @@ class Artifact:
     path: Path
     weights: Path | None = None
     hooks: Path | None = None
-
-    @property
-    def source(self) -> Path | None:
-        """The file that may register what a complete artifact needs, and is imported before it."""
-        path = self.path.with_name("model.py")
-        return path if path.is_file() and not self.kind.has_weights_apart else None
 
     def weight_files(self) -> list[Path]:
         """Return the files of its weights, an index before its shards."""
@@ -103,28 +95,23 @@ def find(config: ModelConfig) -> Artifact:
     if artifact.kind.has_weights_apart and not name:
         weights = weights_beside(stem)
     elif artifact.kind.has_weights_apart and name.lower() != "none":
-        check_inside(config, "WEIGHTS", name)  # in the version folder, or in the model's
-        weights = folder / name
+        weights = inside(config, "WEIGHTS", folder, name)
     hooks = folder / HOOKS
-    hooks_file = hooks if hooks.is_file() else None
-    return dataclasses.replace(artifact, weights=weights, hooks=hooks_file)
+    return Artifact(artifact.kind, artifact.path, weights, hooks if hooks.is_file() else None)
 
 
 def of_file(path: Path) -> Artifact:
     """Return the artifact of a model's file, without weights; ArtifactError for other files."""
     source = path.with_suffix(".py")
     kind = ArtifactType.MODULE if path == source else file_type(path)
-    if kind is NoModel.WEIGHTS and source.is_file():
+    if kind is ArtifactType.WEIGHTS and source.is_file():
         kind, path = ArtifactType.MODULE, source
-    if isinstance(kind, ArtifactType):
+    if kind is ArtifactType.MODULE or kind.is_complete:
         return Artifact(kind, path)
-    cure = (
-        f"Save module.state_dict(), not the module, and put its class in {source.name} beside it."
-    )
     raise ArtifactError(
         f"{path.name} is {kind.value}",
-        expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
-        cure=cure if kind is NoModel.WEIGHTS else "",
+        expected="TorchScript, a torch.export program, an AOTInductor package, or a state_dict"
+        f" beside {source.name}, which defines its class",
     )
 
 
@@ -143,7 +130,7 @@ def _model_file(config: ModelConfig) -> Path:
         names = ("model.pt", "model.py", "model.pt2")
     elif name is not None and name not in _DEFAULTS:
         # A default name may be a link to a store of models.
-        check_inside(config, "default_model_filename", name)
+        inside(config, "default_model_filename", folder, name)
     present = [path for name in names if (path := folder / name).is_file()]
     if not present:
         files = sorted(path.name for path in folder.glob("*") if path.exists())
@@ -155,9 +142,7 @@ def _model_file(config: ModelConfig) -> Path:
     first, *others = present
     selected = config.options.model_class or config.options.model_factory
     if first.suffix == ".py" and not (selected or defines_module(first)):
-        # It is not the model if there is a model without further files.
-        complete = (path for path in others if isinstance(file_type(path), ArtifactType))
-        return next(complete, first)
+        return next((path for path in others if file_type(path).is_complete), first)
     return first
 
 
@@ -174,19 +159,17 @@ def weights_beside(stem: Path) -> Path | None:
     return present[0] if present else None
 
 
-def check_inside(
+def inside(
     config: ModelConfig,
     option: str,
+    folder: Path,
     name: str,
-    folder: Path | None = None,
-) -> None:
-    """Raise ConfigError if the file name in an option leads out of the model's folder.
-
-    The name is relative to `folder`; None: the version folder.
-    """
-    path = (folder or config.version_folder) / name
+) -> Path:
+    """Return the file that an option names; ConfigError if it is outside the model's folder."""
+    path = folder / name
     if not is_inside(path, config.folder, config.version_folder):
         raise ConfigError(f"{option} is '{name}'", expected="a file in the model's own folder")
+    return path
 
 
 def is_inside(path: Path, *folders: Path) -> bool:
@@ -213,35 +196,34 @@ def shard_names(index: Path) -> list[str]:
 
 
 # The members of zip archives, behind the name of the archive.
-_MEMBERS: Mapping[str, ArtifactType | NoModel] = {
+_MEMBERS = {
     "data/aotinductor/": ArtifactType.AOTI,
     "models/": ArtifactType.EXPORTED,
     "code/": ArtifactType.TORCHSCRIPT,
     "constants.pkl": ArtifactType.TORCHSCRIPT,
-    "data.pkl": NoModel.WEIGHTS,
+    "data.pkl": ArtifactType.WEIGHTS,
 }
 
 
-def file_type(path: Path) -> ArtifactType | NoModel:
+def file_type(path: Path) -> ArtifactType:
     """Return the type of a file from its first bytes and the names of its zip members."""
     with path.open("rb") as file:
         head = file.read(9)
     # A pickle, as torch.save wrote it before 1.6; safetensors: a length of 8 bytes, then JSON.
     if head.startswith(b"\x80") or head.endswith(b"{"):
-        return NoModel.WEIGHTS
-    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # damaged, or none
-        members = [name.partition("/")[2] for name in archive.namelist()]
-        for start, content in _MEMBERS.items():
-            if any(member.startswith(start) for member in members):
-                return content
-    return NoModel.UNKNOWN
+        return ArtifactType.WEIGHTS
+    names = [member.filename.partition("/")[2] for member in members(path)]
+    for start, content in _MEMBERS.items():
+        if any(name.startswith(start) for name in names):
+            return content
+    return ArtifactType.UNKNOWN
 
 
-def can_be_mapped(weights: Path) -> bool:
-    """Return whether torch.load can map a file: compressed entries would be read as values."""
-    with contextlib.suppress(Exception), zipfile.ZipFile(weights) as archive:  # older than 1.6
-        return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
-    return False
+def members(path: Path) -> list[zipfile.ZipInfo]:
+    """Return the members of a ZIP archive; of another file, or a damaged one, none."""
+    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:
+        return archive.infolist()
+    return []
 
 
 def aoti_metadata(path: Path) -> dict[str, str]:

@@ -37,10 +37,10 @@ def _one_row(config: ModelConfig, state: State) -> Value:
         return torch.zeros(state.initial, dtype=dtype)
     folder = config.folder / "initial_state"
     role = f"the data_file of the state '{state.input}'"
-    discovery.check_inside(config, role, state.file, folder)
+    path = discovery.inside(config, role, folder, state.file)
     count = math.prod(state.initial)
     try:
-        content = (folder / state.file).read_bytes()
+        content = path.read_bytes()
         if dtype is not None:
             numbers = torch.frombuffer(bytearray(content), dtype=dtype, count=count)
             return numbers.reshape(state.initial)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torch_py_backend.loading import discovery
+
 # Bytes of a storage that are compared first: comparing all of each pair takes minutes.
 _FINGERPRINT = 64
 
@@ -122,11 +124,10 @@ def _stored_members(archive: Path) -> Iterator[torch.UntypedStorage]:
     path, size = str(archive), archive.stat().st_size
     file: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
     reader: Any = torch._C.PyTorchFileReader(path)
-    with zipfile.ZipFile(archive) as members:
-        for member in members.infolist():
-            if member.compress_type == zipfile.ZIP_STORED and member.file_size:
-                start = reader.get_record_offset(member.filename.partition("/")[2])
-                yield file[start : start + member.file_size]
+    for member in discovery.members(archive):
+        if member.compress_type == zipfile.ZIP_STORED and member.file_size:
+            start = reader.get_record_offset(member.filename.partition("/")[2])
+            yield file[start : start + member.file_size]
 
 
 def _fingerprint(storage: torch.UntypedStorage) -> tuple[int, bytes]:

@@ -81,11 +81,12 @@ def load(
     path = artifact.path
     if artifact.hooks is not None:
         python_source.import_source(artifact.hooks)
-    if artifact.kind in _SOURCES:
+    if artifact.kind.has_weights_apart:
         return python_source.load(artifact, config, device)
-    if artifact.source is not None:
+    source = path.with_name("model.py")
+    if source.is_file():
         try:
-            python_source.import_source(artifact.source)
+            python_source.import_source(source)
         except ArtifactError as error:
             log.warning("%s %s is loaded without it.", error, path.name)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,7 +90,8 @@ def _read(config: ModelConfig, path: Path) -> object:
     if path.suffix == ".safetensors":
         return safetensors.torch.load_file(path)
     if path.suffix != ".json":
-        mmap = discovery.can_be_mapped(path)
+        # Compressed entries would be read as values. Files of torch before 1.6 have none.
+        mmap = {member.compress_type for member in discovery.members(path)} == {zipfile.ZIP_STORED}
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     state: dict[str, Any] = {}
     for name in discovery.shard_names(path):
