@@ -1,13 +1,15 @@
 """What several instances of a model with large weights cost: memory, time to load, throughput.
 
-    python -m benchmarks.sharing [--gigabytes 1] [--instances 1,2,4,8] [--pairs 3] [--seconds 10]
+    python -m benchmarks.sharing [--gigabytes 1] [--instances 1,2,4,8] [--ways shared,copied,aoti]
+        [--pairs 3] [--seconds 10]
     python -m benchmarks.sharing --starts [--against CHECKOUT] [--gigabytes 1] [--pairs 3]
 
 Three ways to serve the same file: "shared", which is what our backend does by itself; "copied",
 with ENABLE_WEIGHT_SHARING false; and "by hand", a Python-based backend model that builds its module
-and calls load_state_dict. Memory is the proportional set size (PSS) of the instances after each has
-answered, so that its weights are in memory, without that of as many instances of a tiny model. Load
-times take turns, and so do throughputs, of two servers that are up together (A B A B …).
+and calls load_state_dict. A fourth one is "aoti", shared weights with OPTIMIZE "aoti". Memory is
+the proportional set size (PSS) of the instances after each has answered, so that its weights are in
+memory, without that of as many instances of a tiny model. Load times take turns, and so do
+throughputs, of two servers that are up together (A B A B …).
 
 `--starts` measures starts of several instances, with this checkout's backend and with another one's
 in turn: the largest PSS of tritonserver and four instances that load TorchScript, above that of a
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 _NAME = "large"
 _WIDTH = 4096
 _LAYER_BYTES = 4 * _WIDTH * _WIDTH
-WAYS = ("shared", "copied", "by hand")
+_WAYS = "shared,copied,by hand"
 
 _MODULE = """
 from torch import nn
@@ -109,6 +111,8 @@ def write(repository: Path, way: str, weights: Path, layers: int, instances: int
         keywords = f'{{\\"layers\\": {layers}, \\"width\\": {width}}}'
         config += _PARAMETER.format(key="MODEL_KWARGS", value=keywords)
         config += _PARAMETER.format(key="NUM_THREADS", value="1")
+    if way == "aoti":
+        config += _PARAMETER.format(key="OPTIMIZE", value="aoti")
     if way == "copied":
         config += _PARAMETER.format(key="ENABLE_WEIGHT_SHARING", value="false")
     version = harness.write_model(repository / _NAME, config, files)
@@ -162,6 +166,7 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--instances", default="1,2,4,8")
+    parser.add_argument("--ways", default=_WAYS)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--starts", action="store_true")
@@ -175,19 +180,20 @@ def main(words: list[str]) -> None:
         print(_starts(layers, checkouts, settings.pairs))
         return
     counts = [int(count) for count in settings.instances.split(",")]
+    ways = settings.ways.split(",")
     with harness.scratch() as scratch:
         large, tiny = Path(scratch) / "large.safetensors", Path(scratch) / "tiny.safetensors"
         save(large, layers)
         save(tiny, 0)
         print(f"W = {large.stat().st_size / 1e9:.2f} GB, {layers} layers; {torch.__version__}\n")
-        _check(large, layers)
-        rows = [(str(count), *_memory(large, tiny, layers, count)) for count in counts]
-        print(markdown(("instances", *(f"{way}, ÷ W" for way in WAYS)), rows))
-        print(_times(large, layers, settings.pairs))
+        _check(ways, large, layers)
+        rows = [(str(count), *_memory(ways, large, tiny, layers, count)) for count in counts]
+        print(markdown(("instances", *(f"{way}, ÷ W" for way in ways)), rows))
+        print(_times(ways, large, layers, settings.pairs))
         print(_throughput(large, layers, settings.pairs, settings.seconds))
 
 
-def _check(large: Path, layers: int) -> None:
+def _check(ways: Sequence[str], large: Path, layers: int) -> None:
     """Compare the outputs of all ways with PyTorch's."""
     state = safetensors.torch.load_file(large)
     request = payload(layers)["x"].array
@@ -195,7 +201,7 @@ def _check(large: Path, layers: int) -> None:
     with torch.inference_mode():
         for number in range(layers):
             x = nn.functional.linear(x, state[f"layers.{number}.weight"])
-    for way in WAYS:
+    for way in ways:
         with (
             started(way, large, layers, 1) as (server, _),
             tritonclient.grpc.InferenceServerClient(server.grpc_address) as client,
@@ -205,9 +211,9 @@ def _check(large: Path, layers: int) -> None:
         np.testing.assert_allclose(output, x.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def _memory(large: Path, tiny: Path, layers: int, count: int) -> Iterator[str]:
+def _memory(ways: Sequence[str], large: Path, tiny: Path, layers: int, count: int) -> Iterator[str]:
     """Yield the memory of each way in multiples of the weights."""
-    for way in WAYS:
+    for way in ways:
         sizes = []
         for path, used in ((tiny, 0), (large, layers)):
             with started(way, path, used, count) as (server, _):
@@ -216,9 +222,9 @@ def _memory(large: Path, tiny: Path, layers: int, count: int) -> Iterator[str]:
         yield f"{(sizes[1] - sizes[0]) / large.stat().st_size:.2f}"
 
 
-def _times(large: Path, layers: int, turns: int) -> str:
+def _times(ways: Sequence[str], large: Path, layers: int, turns: int) -> str:
     count = 4
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(turns):
         for way, values in seconds.items():
             with started(way, large, layers, count) as (_, to_ready):
