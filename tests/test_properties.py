@@ -17,11 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
+from torch_py_backend import values
 from torch_py_backend.config import dtypes
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline import batches
+from torch_py_backend.pipeline.run import Counts
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.signature.binding import InputBinding
@@ -154,11 +156,14 @@ def test_rows_return_to_their_items(
     sent = [_value((size, *shape), kind, 7 * index) for index, size in enumerate(sizes)]
     if tensors and kind.triton != "BYTES":
         sent = [torch.from_numpy(value) for value in sent]
-    pieces = []
-    for piece, present in batches.fit([batches.concatenate(sent)], rows):
-        assert rows.accept(piece[0].shape[0])
-        pieces.append([column[:present] for column in piece])
-    outcomes = batches.scatter([batches.concatenate([y for (y,) in pieces])], ["y"], sizes)
+
+    def identity(column: Any) -> list[Any]:
+        assert rows.accept(column.shape[0])
+        return [column]
+
+    fill = batches.filled(rows, lambda result, _: result, values.clone, Counts())
+    outputs = fill(identity, [batches.concatenate(sent)], sum(sizes))
+    outcomes = batches.scatter(outputs, ["y"], sizes)
     for value, outcome in zip(sent, outcomes, strict=True):
         assert np.array_equal(np.asarray(outcome["y"]), np.asarray(value))
 

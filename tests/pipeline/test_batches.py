@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import build
 import pytest
 import torch
 from engines import texts
+from torch import Tensor
 
+from torch_py_backend import values
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.inputs import Inputs
+from torch_py_backend.pipeline.run import Counts
 from torch_py_backend.signature import introspection
 from torch_py_backend.values import ANY_ROWS, Rows, Value
 
@@ -20,24 +24,28 @@ from torch_py_backend.values import ANY_ROWS, Rows, Value
 @pytest.mark.parametrize(
     ("total", "rows", "calls"),
     [
-        pytest.param(
-            5, Rows(4, 4), [([0, 1, 2, 3], 4), ([4, 4, 4, 4], 1)], id="the last filled up"
-        ),
-        pytest.param(1, Rows(2, None), [([0, 0], 1)], id="at least two"),
-        pytest.param(7, Rows(2, 4, (2, 4)), [([0, 1, 2, 3], 4), ([4, 5, 6, 6], 3)], id="buckets"),
-        pytest.param(5, Rows(2, 4, (2, 4)), [([0, 1, 2, 3], 4), ([4, 4], 1)], id="two buckets"),
-        pytest.param(0, Rows(4, 4), [([], 0)], id="no rows"),
+        pytest.param(5, Rows(4, 4), [[0, 1, 2, 3], [4, 4, 4, 4]], id="the last filled up"),
+        pytest.param(1, Rows(2, None), [[0, 0]], id="at least two"),
+        pytest.param(7, Rows(2, 4, (2, 4)), [[0, 1, 2, 3], [4, 5, 6, 6]], id="buckets"),
+        pytest.param(5, Rows(2, 4, (2, 4)), [[0, 1, 2, 3], [4, 4]], id="two buckets"),
+        pytest.param(0, Rows(4, 4), [[]], id="no rows"),
     ],
 )
 def test_columns_are_fitted_to_the_rows_of_a_program(
-    total: int, rows: Rows, calls: list[tuple[list[int], int]]
+    total: int, rows: Rows, calls: list[list[int]]
 ) -> None:
+    received = []
+
+    def call(numbers: Tensor, strings: Any) -> list[Value]:
+        assert strings.tolist() == [str(number) for number in numbers.tolist()]
+        received.append(numbers.tolist())
+        return [numbers]
+
+    fill = batches.filled(rows, lambda result, _: result, values.clone, counts := Counts())
     columns: list[Value] = [torch.arange(total), texts(*map(str, range(total)))]
-    parts = list(batches.fit(columns, rows))
-    assert [(column.tolist(), present) for (column, _), present in parts] == calls
-    assert [(strings.tolist(), present) for (_, strings), present in parts] == [
-        ([str(row) for row in rows], present) for rows, present in calls
-    ]
+    assert fill(call, columns, total)[0].tolist() == list(range(total))
+    assert received == calls
+    assert counts.rows == counts.filled_rows == sum(map(len, calls)) - total
 
 
 def test_rows_of_items_with_nothing_but_states_are_counted() -> None:

@@ -15,11 +15,11 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import compilation, sharing
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
-from torch_py_backend.pipeline import batches, ragged, run, sequences, stages
+from torch_py_backend.pipeline import batches, ragged, run, sequences
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.hooks import HookedPipeline, copy_rows
 from torch_py_backend.pipeline.inputs import Inputs
-from torch_py_backend.pipeline.outputs import Finite, extractor
+from torch_py_backend.pipeline.outputs import Finite, extractor, scatter_by_name
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
 from torch_py_backend.pipeline.run import (
@@ -195,23 +195,20 @@ class Engine:
         after: tuple[After, ...] = ()
         names, extract = self.output_names, self.extract
         copy: Callable[[Value], Value] = values.clone
-        if self.finite is not None:
-            writer = None
         if steps is not None:
             before, after = (steps.attach,), (steps.keep,)
-        guarded = partial(stages.guarded, self.failures)
+        guarded = self.failures.guarded
         if hooked is not None and hooked.by_row:
-            before = (stages.timed(counts, "preprocess_seconds", partial(hooked.prepare, guarded)),)
+            before = (partial(hooked.prepare, guarded),)
         if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
             names, extract, copy = (ROWS,), hooked.split, copy_rows
-            finish = Postprocessing(config, hook, guarded, writer).finish
-            after = (stages.timed(counts, "postprocess_seconds", finish),)
+            after = (Postprocessing(config, hook, guarded).finish,)
         if self.finite is not None:  # after hooks, and before states are kept
             finite = self.finite.finish
             after = (*after, finite) if steps is None else (finite, *after)
         takes_any_rows = rows.least <= 1 and not rows.buckets and rows.accept(config.max_batch_size)
         split = ragged.splitter(config) if config.batch_outputs else None
-        scatter: Scatter = stages.scatter_by_name(names, split, self.padding)
+        scatter: Scatter = scatter_by_name(names, split, self.padding)
         if writer is not None and not after and split is None and self.padding is None:
             scatter = writer
         if hooked is not None:
@@ -227,7 +224,7 @@ class Engine:
             group=sequences.whole(group) if config.keeps_slots else group,
             send=None if self.on_cpu else self.to_device,
             extract=extract,
-            fill=None if takes_any_rows else stages.filled(rows, extract, copy, counts),
+            fill=None if takes_any_rows else batches.filled(rows, extract, copy, counts),
             copy=copy,
             fetch=None if on_host else partial(self._fetch, kept),
             scatter=scatter,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import BackendError, ConfigError
-from torch_py_backend.pipeline.run import Entries
-from torch_py_backend.values import ANY_ROWS, Columns, Item, Items, Rows, Value
+from torch_py_backend.pipeline.run import Counts, Entries, Extract, Fill
+from torch_py_backend.values import ANY_ROWS, Call, Columns, Item, Items, Rows, Value
 
 
 def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
@@ -74,21 +74,35 @@ def concatenate(values: Sequence[Any]) -> Value:
     return array if array.dtype.hasobject else torch.from_numpy(array)
 
 
-def fit(columns: Columns, rows: Rows) -> Iterator[tuple[Columns, int]]:
-    """Split columns into calls of as many rows as the model takes.
+def filled(limits: Rows, extract: Extract, copy: Callable[[Value], Value], counts: Counts) -> Fill:
+    """Return `fill` for a model that takes certain numbers of rows.
 
-    Rows are filled up by repeating the last one, whose values are valid. Yield the columns of a
-    call, and the number of its rows that are not filling.
+    The last row, whose values are valid, fills a call. Rows that fill it are counted here, the
+    others by the pipeline.
     """
-    total = columns[0].shape[0]
-    step = rows.most or max(total, 1)
-    for start in range(0, max(total, 1), step):
-        present = min(step, total - start)
-        piece = [column[start : start + present] for column in columns]
-        missing = rows.filled(present) - present
-        if missing and present:
-            piece = [concatenate([column, *[column[-1:]] * missing]) for column in piece]
-        yield piece, present
+
+    def fill(call: Call, columns: Columns, rows: int) -> Columns:
+        if limits.accept(rows):
+            return extract(call(*columns), rows)
+        step = limits.most or rows
+        pieces: list[list[Value]] = []
+        for start in range(0, rows, step):
+            if pieces:  # the model may overwrite the outputs of its previous call
+                pieces[-1] = list(map(copy, pieces[-1]))
+            stop = min(start + step, rows)
+            size = limits.filled(stop - start)
+            missing = start + size - stop
+            counts.rows += missing
+            parts = [
+                concatenate([column[start:stop], *[column[stop - 1 : stop]] * missing])
+                for column in columns
+            ]
+            outputs = extract(call(*parts), size)
+            counts.filled_rows += missing
+            pieces.append([value[: stop - start] for value in outputs])
+        return list(map(concatenate, zip(*pieces, strict=True)))
+
+    return fill
 
 
 def scatter(

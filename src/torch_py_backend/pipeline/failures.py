@@ -22,6 +22,7 @@ from torch_py_backend.errors import (
     UnavailableError,
     summarize,
 )
+from torch_py_backend.values import Call, Item, Tree, trace_context
 
 # The most calls for one failed batch: enough for 64 items.
 MAX_CALLS = 128
@@ -168,6 +169,16 @@ class Failures:
             found = reported(InternalError(), summarize(second))
             found.final = True
         return found
+
+    def guarded(self, item: Item, function: Call, *args: object) -> Tree:
+        """Return the result of a function in the trace context of a request, or its error."""
+        try:
+            with trace_context((item,)):
+                return function(*args)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return self.classify(error)
 
     def instead(self, error: BackendError, cause: BaseException) -> BackendError:
         """Return the error of a request, or what its cause means: no memory, or no device."""

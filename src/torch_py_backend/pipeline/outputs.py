@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,15 +21,15 @@ from torch_py_backend.errors import (
     join_names,
     summarize,
 )
+from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.failures import reported
-from torch_py_backend.pipeline.run import Entries, Extract, Result, Results
+from torch_py_backend.pipeline.padding import Padding
+from torch_py_backend.pipeline.ragged import Split
+from torch_py_backend.pipeline.run import Entries, Extract, Result, Results, Scatter
 from torch_py_backend.signature import results
-from torch_py_backend.values import Columns, Value
+from torch_py_backend.values import Columns, Items, Value
 
 log = logging.getLogger(__name__)
-
-# Up to this size, the outputs of a batch are checked by CHECK_FINITE in one call.
-_CHECKED_TOGETHER_BYTES = 1 << 20
 
 
 def extractor(
@@ -66,6 +67,19 @@ def extractor(
     return extract
 
 
+def scatter_by_name(names: Sequence[str], split: Split | None, padding: Padding | None) -> Scatter:
+    """Return what makes a result for each item from the outputs of a batch."""
+
+    def scatter(outputs: Columns, sizes: Sequence[int], items: Items) -> Results:
+        parts = list(outputs) if split is None else split(items, outputs)
+        results = batches.scatter(parts, names, sizes)
+        if padding is not None:
+            padding.cut(results, items)
+        return results
+
+    return scatter
+
+
 class Finite:
     """CHECK_FINITE: refuses results that hold NaN or infinity."""
 
@@ -78,14 +92,7 @@ class Finite:
 
     def finish(self, results: Results, _: Entries) -> Results:
         """Return results, with an error in the place of each that is not finite."""
-        outcomes = [result for result in results if not isinstance(result, BackendError)]
-        for name in self._names if outcomes else ():
-            values = [outcome[name].reshape(-1) for outcome in outcomes]
-            # Copying large ones together would take longer than checking each.
-            is_large = len(values) * values[0].nbytes > _CHECKED_TOGETHER_BYTES
-            if is_large or not torch.isfinite(torch.cat(values)).all():
-                return list(map(self.checked, results))
-        return results
+        return list(map(self.checked, results))
 
     def checked(self, result: Result) -> Result:
         """Return a request's result, or an error if an output is not finite."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -14,10 +13,9 @@ from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
 from torch_py_backend.loading.hooks import Hook
-from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.outputs import extractor
-from torch_py_backend.pipeline.run import Entries, Results, Scatter
-from torch_py_backend.values import Call, Columns, Item, Tree, Value
+from torch_py_backend.pipeline.run import Entries, Results
+from torch_py_backend.values import Call, Item, Tree, Value
 
 # The only column of prepared items, and of results before postprocess(): one value a row.
 ROWS = "rows"
@@ -26,74 +24,40 @@ ROWS = "rows"
 class Postprocessing:
     """Calls postprocess() with the rows of each result, and makes outputs of what it returns.
 
-    `guarded` calls a function for a request, whose exception is that request's error: its arguments
-    are the request, the function and the arguments of that.
+    `guarded` is `Failures.guarded`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        hook: Hook,
-        guarded: Call,
-        writer: Scatter | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, hook: Hook, guarded: Call) -> None:
         self._hook, self._guarded = hook, guarded
         self._batched = config.max_batch_size > 0
         self._specs = {spec.name: spec for spec in config.outputs}
         row_config = dataclasses.replace(config, max_batch_size=0)
         self._extract = extractor(row_config, f"{hook.name}()")
-        self._writer = writer if self._batched else None
 
     def finish(self, results: Results, entries: Entries) -> Results:
         """Return the outputs of each request; `results` has its part of the column ROWS."""
-        outcomes: list[Any] = [
+        return [
             result
             if isinstance(result, BackendError)
-            else self._guarded(entry, self._rows, result, entry)
+            else self._guarded(entry, self._outputs, result[ROWS], entry)
             for result, entry in zip(results, entries, strict=True)
         ]
-        rows = [outcome for outcome in outcomes if not isinstance(outcome, BackendError)]
-        try:
-            stacked = self._stack(rows)
-        except OutputError:  # found by stacking those of each request
-            stacked = [self._guarded({}, lambda one: self._stack([one])[0], each) for each in rows]
-        left = iter(stacked)
-        return [
-            outcome if isinstance(outcome, BackendError) else next(left) for outcome in outcomes
-        ]
 
-    def _rows(self, result: Mapping[str, Value], item: Item) -> list[Columns]:
-        """Return the outputs of each row of a request."""
+    def _outputs(self, rows: Value, item: Item) -> Item:
+        """Return the outputs of a request; raise OutputError if its rows differ in shape."""
         postprocess = self._hook.with_parameters(values.parameters(item))
-        rows = result[ROWS].tolist()
-        return [self._extract(self._converted(postprocess(row)), 1) for row in rows]
-
-    def _stack(self, requests: Sequence[list[Columns]]) -> Results:
-        """Return the outputs of requests from those of their rows.
-
-        Raises:
-            OutputError: rows differ in shape.
-        """
-        outputs: list[Value] = []
-        rows = [row for request in requests for row in request]
-        for name, column in zip(self._specs, zip(*rows, strict=True), strict=False):
-            stack: Callable[..., Value] = np.stack
-            if isinstance(column[0], Tensor):
-                stack = torch.stack
+        parts = [self._extract(self._converted(postprocess(row)), 1) for row in rows.tolist()]
+        outputs: Item = {}
+        for name, column in zip(self._specs, zip(*parts, strict=True), strict=True):
+            stack: Call = torch.stack if isinstance(column[0], Tensor) else np.stack
             try:
-                outputs.append(stack(column))
+                outputs[name] = stack(column) if self._batched else column[0]
             except (RuntimeError, ValueError):
                 raise OutputError(
                     f"postprocess() gives output '{name}' other shapes for other rows of a request",
                     expected="one shape for all",
                 ) from None
-        sizes = list(map(len, requests))
-        if self._writer is not None:
-            return self._writer(outputs, sizes, ())
-        outcomes = batches.scatter(outputs, [*self._specs], sizes)
-        if not self._batched:
-            outcomes = [{name: value[0] for name, value in outcome.items()} for outcome in outcomes]
-        return outcomes
+        return outputs
 
     def _converted(self, result: Tree) -> Tree:
         """Convert lists and numbers in the result of postprocess() to the types of the outputs."""

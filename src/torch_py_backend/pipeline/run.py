@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from torch_py_backend import composition
@@ -171,60 +172,63 @@ def attempt(stages: Stages, counts: Counts) -> Attempt:
     return run_group
 
 
-def build(stages: Stages, failures: Failures, counts: Counts) -> Run:
-    """Return the function that runs entries: it returns a result or an error for each, in order.
+def isolated(run_group: Attempt, failures: Failures, counts: Counts) -> Attempt:
+    """Return a function that runs a group, and after a failure halves of it.
 
     The model runs in the trace context of the first request of a group that has one.
     """
-    run_group = attempt(stages, counts)
-    before, group_entries, after = stages.before, stages.group, stages.after
 
-    def retried(group: Group, failure: BackendError) -> Results:
-        def run_some(items: Items) -> Results:
-            rows = counts.rows
-            try:
-                with trace_context(items):
-                    return run_group(group._replace(items=items), True)  # noqa: FBT003
-            finally:
-                counts.retried_rows += counts.rows - rows
+    def retry(group: Group, items: Items) -> Results:
+        rows = counts.rows
+        try:
+            with trace_context(items):
+                return run_group(group._replace(items=items), True)  # noqa: FBT003
+        finally:
+            counts.retried_rows += counts.rows - rows
 
-        return failures.halve(group.items, run_some, failure)
-
-    def run(entries: Entries) -> Results:
-        for prepare in before:
-            entries = prepare(entries)
-        entries, groups = group_entries(entries)
-        results: Results = entries
-        for number, group in enumerate(groups, 1):
-            failure = None
-            failures.calls_before = composition.calls
-            try:
-                if failures.fatal is not None:
-                    raise failures.fatal
-                with trace_context(group.items):
-                    outcomes = run_group(group, number < len(groups))
-            except KeyboardInterrupt:  # of `check` or `tune`
-                raise
-            except BaseException as error:
-                failure = failures.classify(error)
-            if failure is not None:  # outside of `except`, which would keep the frames of the call
-                outcomes = retried(group, failure)
-            whole = len(group.items) == len(entries)
-            results = outcomes if whole else _placed(results, group.places, outcomes)
-        for finish in after:
-            results = finish(results, entries)
-        return results
+    def run(group: Group, copies: bool) -> Results:  # noqa: FBT001  hot
+        failures.calls_before = composition.calls
+        try:
+            if failures.fatal is not None:
+                raise failures.fatal
+            with trace_context(group.items):
+                return run_group(group, copies)
+        except KeyboardInterrupt:  # of `check` or `tune`
+            raise
+        except BaseException as error:
+            failure = failures.classify(error)
+        # Outside of `except`, which would keep the frames of the call.
+        return failures.halve(group.items, partial(retry, group), failure)
 
     return run
 
 
-def _placed(
-    results: Results,
-    places: Sequence[int],
-    outcomes: Results,
-) -> Results:
-    """Return results with those of a group in their places."""
-    changed = list(results)
-    for place, outcome in zip(places, outcomes, strict=True):
-        changed[place] = outcome
-    return changed
+def build(stages: Stages, failures: Failures, counts: Counts) -> Run:
+    """Return the function that runs entries: it returns a result or an error for each, in order."""
+    run_group = isolated(attempt(stages, counts), failures, counts)
+    before, group_entries, after = stages.before, stages.group, stages.after
+
+    def run(entries: Entries) -> Results:
+        if before:
+            began = time.perf_counter()
+            for prepare in before:
+                entries = prepare(entries)
+            counts.preprocess_seconds += time.perf_counter() - began
+        entries, groups = group_entries(entries)
+        results: Results = entries
+        for number, group in enumerate(groups, 1):
+            outcomes = run_group(group, number < len(groups))
+            if len(group.items) == len(entries):
+                results = outcomes
+            else:
+                results = list(results)
+                for place, outcome in zip(group.places, outcomes, strict=True):
+                    results[place] = outcome
+        if after:
+            began = time.perf_counter()
+            for finish in after:
+                results = finish(results, entries)
+            counts.postprocess_seconds += time.perf_counter() - began
+        return results
+
+    return run
