@@ -176,11 +176,16 @@ def test_cast_inputs_converts_floating_point_results_back(dtype: torch.dtype) ->
 
 def test_an_output_that_is_not_finite_is_refused_by_name() -> None:
     specs = (build.spec("n", "INT64"), build.spec("a"), build.spec("b"), build.spec("s", "BYTES"))
-    finite = extraction.Finite(build.config(outputs=specs))
-    good, bad = torch.ones(1, 1), torch.tensor([[torch.inf]])
-    result: dict[str, Value] = {"n": good.long(), "a": good, "b": good, "s": np.array([["a"]])}
+    check = extraction.finite_only(build.config(outputs=specs))
+    good, bad = torch.tensor([[3e38, 3e38]]), torch.tensor([[torch.inf, 0]])
+    result: dict[str, Value] = {
+        "n": torch.ones(1, 1).long(),
+        "a": good,
+        "b": good,
+        "s": np.array([["a"]]),
+    }
     refusal = InputError("refused before")
-    first, *others = finite.finish([result | {"b": bad}, result, refusal], ())
+    first, *others = map(check, [result | {"b": bad}, result, refusal])
     assert isinstance(first, OutputError)
     assert first.reported
     assert "output 'b' holds NaN or infinity" in str(first)

@@ -19,7 +19,7 @@ from torch_py_backend.pipeline import batches, ragged, run, sequences
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.hooks import HookedPipeline, copy_rows
 from torch_py_backend.pipeline.inputs import Inputs
-from torch_py_backend.pipeline.outputs import Finite, extractor, scatter_by_name
+from torch_py_backend.pipeline.outputs import extractor, finite_only, scatter_by_name
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
 from torch_py_backend.pipeline.run import (
@@ -50,7 +50,7 @@ class Engine:
         inputs: checks, binds and groups items; with hooks for rows, those of a row.
         hooked: the stages of hooks; None: the model has none.
         extract: returns the outputs of a result for a number of rows.
-        finite: checks outputs; None: they are not checked.
+        finite: checks the outputs of a result; None: they are not checked.
         rows: how many rows a call takes.
         device: the device of the inputs: given, or that of the model's first weight.
         host_inputs: whether Triton copies all inputs to host memory.
@@ -97,7 +97,7 @@ class Engine:
         self.output_names = tuple(spec.name for spec in config.outputs)
         returns, torchscript = f"{loaded.returns}()", loaded.signature.torchscript
         self.extract = extractor(config, returns, torchscript=torchscript)
-        self.finite = Finite(config) if config.options.check_finite else None
+        self.finite = finite_only(config) if config.options.check_finite else None
         repeats = config.options.retry_failed_batch
         if repeats is None and config.sequencing is not None and not config.states:
             repeats = False  # the model keeps states itself
@@ -173,6 +173,9 @@ class Engine:
             self._free_memory()
         return results
 
+    def _check(self, results: Results, _: Entries) -> Results:
+        return list(map(self.finite, results)) if self.finite is not None else results
+
     def _unless_lost(self, results: Results, _: Entries = ()) -> Results:
         """Return results, or refusals if the owner of shared weights has ended meanwhile."""
         if self._shared is None or not self._shared.lost():
@@ -204,8 +207,7 @@ class Engine:
             names, extract, copy = (ROWS,), hooked.split, copy_rows
             after = (Postprocessing(config, hook, guarded).finish,)
         if self.finite is not None:  # after hooks, and before states are kept
-            finite = self.finite.finish
-            after = (*after, finite) if steps is None else (finite, *after)
+            after = (*after, self._check) if steps is None else (self._check, *after)
         takes_any_rows = rows.least <= 1 and not rows.buckets and rows.accept(config.max_batch_size)
         split = ragged.splitter(config) if config.batch_outputs else None
         scatter: Scatter = scatter_by_name(names, split, self.padding)

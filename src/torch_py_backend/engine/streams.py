@@ -145,7 +145,7 @@ class Streams:
         self._engine.counts.device_to_host_seconds += time.perf_counter() - began
         outcome: Outcome = dict(zip(self._engine.output_names, columns, strict=True))
         finite = self._engine.finite
-        return outcome if finite is None else finite.checked(outcome)
+        return outcome if finite is None else finite(outcome)
 
     async def _advance(self, state: object, extract: _Extract) -> _Advance:
         """Return what follows a state; one step serves all streams that wait by then."""
