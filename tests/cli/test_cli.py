@@ -54,27 +54,6 @@ def test_install(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "missing"),
-    [
-        (f'exec {sys.executable} "$@"', ""),
-        ("echo numpy", "torch, safetensors"),
-        (None, "torch, numpy, safetensors"),
-    ],
-)
-def test_install_checks_python(
-    script: str | None, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    python = tmp_path / "python3"
-    if script is not None:
-        python.write_text(f"#!/bin/sh\n{script}\n")
-        python.chmod(0o755)
-    done = run("install", f"--backend-dir={tmp_path}")
-    assert ("\nwarning: " in done.stdout) == bool(missing)
-    assert not missing or f"has no {missing}; install" in done.stdout
-
-
-@pytest.mark.parametrize(
     ("command", "text"),
     [
         ("serve /no/such/repository", "No such file or directory: '/no/such/repository'"),

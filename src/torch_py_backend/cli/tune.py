@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torch_py_backend import autocomplete, files
+from torch_py_backend import autocomplete
 from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.errors import ConfigError, about
 from torch_py_backend.model_folders import tuning
@@ -20,9 +20,6 @@ def tune(
     model: Annotated[Path, typer.Argument(help="The model's folder.")],
     reduced_precision: Annotated[
         bool, typer.Option("--reduced-precision", help="Also try 16-bit types.")
-    ] = False,
-    write: Annotated[
-        bool, typer.Option("--write", help="Append the options to config.pbtxt.")
     ] = False,
 ) -> None:
     """Measure ways to run a model; print the options of the fastest one for config.pbtxt."""
@@ -41,21 +38,11 @@ def tune(
         for row in tuning.candidates(folder, version, document, reduced=reduced_precision):
             rows.append(row)
             typer.echo(f"{row.title:24}{row.failure or _FIGURES.format(**row.figures)}")
-    limit = tuning.MAX_ERROR_REDUCED if reduced_precision else tuning.MAX_ERROR
-    choice = tuning.best(rows[1:], limit)
+    choice = tuning.best(rows[1:], reduced=reduced_precision)
     if choice is None:
-        typer.echo("nothing is faster than the model as configured; config.pbtxt is as it was")
+        typer.echo("nothing is faster than the model as configured")
         return
-    latency, throughput = choice.figures["gains"]
-    typer.echo(f"fastest: {choice.title} ({latency:.2f} in latency, {throughput:.2f} in rows/s)")
-    lines = pbtxt.lines("parameters", pbtxt.parameters(choice.parameters))
-    config = (folder / "config.pbtxt").resolve()
-    if is_set := [key for key in tuning.TUNED if key in document["parameters"]]:
-        done = f"to be set by hand in {config}, which has {', '.join(is_set)}"
-    elif write:
-        done = f"appended to {config}"
-        text = "\n".join([pbtxt.text(folder).rstrip(), *lines, ""])
-        files.replace(config, text.encode())
-    else:
-        done = f"for {config}"
-    typer.echo("\n".join([f"{done}:", *lines]))
+    typer.echo(f"fastest: {choice.title}; set in {folder / 'config.pbtxt'}, in place of")
+    typer.echo(f"{', '.join(tuning.TUNED)} there:")
+    for line in pbtxt.lines("parameters", pbtxt.parameters(choice.parameters)):
+        typer.echo(line)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")
 """The options that a candidate replaces."""
 # The largest difference from the outputs as configured, relative to their values.
-MAX_ERROR, MAX_ERROR_REDUCED = 1e-4, 0.03
+_MAX_ERROR, _MAX_ERROR_REDUCED = 1e-4, 0.03
 _ROUNDS = 5
 _LIMIT_S = 3600.0  # of a candidate, with its compilation
 _SECONDS = 0.2  # of one measurement
@@ -37,21 +37,21 @@ _FREEZING = '{"options": {"freezing": true}}'
 _GRAPHS = {COMPILE: '{"mode": "reduce-overhead"}', "BATCH_BUCKETS": "auto"}
 _MODULES = ("MODULE", "FACTORY", "EXPORTED")
 _WEIGHTS = ("MODULE", "FACTORY", "TORCHSCRIPT")
-# Title, what it needs, names of the artifact types that can be run so, and options.
-_CANDIDATES: tuple[tuple[str, str, tuple[str, ...], dict[str, str]], ...] = (
-    ("eager", "", _MODULES, {}),
-    ("channels_last", "", _WEIGHTS, {"OPTIMIZE": "channels_last"}),
-    ("freeze", "", ("TORCHSCRIPT",), {"OPTIMIZE": "freeze"}),
-    ("aoti", "", _MODULES, {"OPTIMIZE": "aoti"}),
-    ("aoti, channels_last", "", _WEIGHTS[:2], {"OPTIMIZE": "aoti,channels_last"}),
-    ("compile", "", _MODULES, {COMPILE: "{}"}),
-    ("compile, freezing", "", _MODULES, {COMPILE: _FREEZING}),
-    ("compile, channels_last", "", _MODULES, {COMPILE: "{}", "OPTIMIZE": "channels_last"}),
-    ("compile, fixed sizes", "", _MODULES, {COMPILE: '{"dynamic": false}'}),
-    ("compile, CUDA graphs", "a GPU", _MODULES, _GRAPHS),
-    ("bf16", "16 bits", _WEIGHTS, {"OPTIMIZE": "bf16"}),
-    ("aoti, bf16", "16 bits", _MODULES, {"OPTIMIZE": "aoti,bf16"}),
-    ("compile, freezing, bf16", "16 bits", _MODULES, {COMPILE: _FREEZING, "OPTIMIZE": "bf16"}),
+# Title, names of the artifact types that can be run so, and options.
+_CANDIDATES: tuple[tuple[str, tuple[str, ...], dict[str, str]], ...] = (
+    ("eager", _MODULES, {}),
+    ("channels_last", _WEIGHTS, {"OPTIMIZE": "channels_last"}),
+    ("freeze", ("TORCHSCRIPT",), {"OPTIMIZE": "freeze"}),
+    ("aoti", _MODULES, {"OPTIMIZE": "aoti"}),
+    ("aoti, channels_last", _WEIGHTS[:2], {"OPTIMIZE": "aoti,channels_last"}),
+    ("compile", _MODULES, {COMPILE: "{}"}),
+    ("compile, freezing", _MODULES, {COMPILE: _FREEZING}),
+    ("compile, channels_last", _MODULES, {COMPILE: "{}", "OPTIMIZE": "channels_last"}),
+    ("compile, fixed sizes", _MODULES, {COMPILE: '{"dynamic": false}'}),
+    ("compile, CUDA graphs", _MODULES, _GRAPHS),
+    ("bf16", _WEIGHTS, {"OPTIMIZE": "bf16"}),
+    ("aoti, bf16", _MODULES, {"OPTIMIZE": "aoti,bf16"}),
+    ("compile, freezing, bf16", _MODULES, {COMPILE: _FREEZING, "OPTIMIZE": "bf16"}),
 )
 
 
@@ -85,10 +85,10 @@ def candidates(
     first = child_process.run(task, sent, _LIMIT_S, quiet=True)
     yield Row("as configured", {}, first)
     on_gpu = document["instance_group"][0]["kind"] == "KIND_GPU"
-    has = {"": True, "a GPU": on_gpu, "16 bits": reduced}
     others = {k: v for k, v in document["parameters"].items() if k not in TUNED}
-    for title, needs, kinds, parameters in _CANDIDATES:
-        if first["kind"] not in kinds or not has[needs]:
+    for title, kinds, parameters in _CANDIDATES:
+        suits = first["kind"] in kinds and (on_gpu or parameters is not _GRAPHS)
+        if not suits or ("bf16" in title and not reduced):
             continue
         candidate = {**document, "parameters": others | pbtxt.parameters(parameters)}
         sent["arguments"] = pbtxt.arguments(folder, version, candidate)
@@ -110,6 +110,9 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
         of the rounds; `ready_s`, seconds of the load and the warm-up; `error`, the largest
         difference from the outputs as configured, relative to their values.
     """
+    import torch
+    from torch.utils.benchmark import Timer
+
     from torch_py_backend.engine import runtime
     from torch_py_backend.model_folders.inspection import batch, load_warm, run
     from torch_py_backend.pipeline.differences import difference
@@ -127,9 +130,17 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
             calls = [partial(run, engine, sample) for engine in engines]
             for outputs, expected in zip(*(call() for call in calls), strict=True):
                 errors += [difference(outputs[name], expected[name]) for name in expected]
-            mine, others = _alternate(calls)
-            seconds.append(median(mine))
-            gains.append(median(b / a for a, b in zip(mine, others, strict=True)))
+            threads = torch.get_num_threads()
+            timers = [
+                Timer("call()", globals={"call": call}, num_threads=threads) for call in calls
+            ]
+            times: list[list[float]] = [[], []]
+            for turn in range(_ROUNDS):
+                for number in (0, 1) if turn % 2 else (1, 0):
+                    timed = timers[number].blocked_autorange(min_run_time=_SECONDS)
+                    times[number].append(timed.median)
+            seconds.append(median(times[0]))
+            gains.append(median(b / a for a, b in zip(*times, strict=True)))
     return {
         "kind": candidate.loaded.kind.name,
         "ms": 1e3 * seconds[0],
@@ -140,26 +151,13 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
     }
 
 
-def _alternate(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
-    """Return the seconds of two calls in each round; the order changes from round to round."""
-    seconds: list[list[float]] = [[], []]
-    for turn in range(_ROUNDS):
-        for number in (0, 1) if turn % 2 else (1, 0):
-            count, began = 0, time.perf_counter()
-            while not count or time.perf_counter() < began + _SECONDS:
-                calls[number]()
-                count += 1
-            seconds[number].append((time.perf_counter() - began) / count)
-    return seconds
-
-
-def best(rows: Sequence[Row], max_error: float) -> Row | None:
+def best(rows: Sequence[Row], *, reduced: bool) -> Row | None:
     """Return the exact row with the best mean gain, without a loss; None: none is better."""
+    limit = _MAX_ERROR_REDUCED if reduced else _MAX_ERROR
     chosen, best_gain = None, _LEAST_GAIN
     for row in rows:
-        if row.failure or row.figures["error"] > max_error:
-            continue
-        gains = row.figures["gains"]
-        if min(gains) >= _LOSS and math.prod(gains) >= best_gain:
-            chosen, best_gain = row, math.prod(gains)
+        gains = row.figures.get("gains", [0.0])
+        gain = math.prod(gains)
+        if gain >= best_gain and min(gains) >= _LOSS and row.figures["error"] <= limit:
+            chosen, best_gain = row, gain
     return chosen
