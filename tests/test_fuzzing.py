@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch_py_backend.config import options, pbtxt
 from torch_py_backend.errors import LoadError
 from torch_py_backend.loading import discovery, source_dependencies
-from torch_py_backend.model_folders.archive import unpack
+from torch_py_backend.model_folders.artifact_files import unpack_archive
 
 
 def _artifact(folder: Path, data: bytes) -> None:
@@ -75,7 +75,7 @@ def _archive(folder: Path, data: bytes) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target = Path(scratch, "net")
         with contextlib.suppress(LoadError):
-            unpack(path, target)
+            unpack_archive(path, target)
         assert {path.name for path in Path(scratch).iterdir()} <= {"net"}
 
 

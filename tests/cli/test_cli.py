@@ -32,12 +32,12 @@ def test_without_the_packages_of_the_command_line(package: str) -> None:
 
 
 def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
-    (tmp_path / "ü").mkdir()
-    (tmp_path / "ü" / "config.pbtxt").write_text('backend: "python"')
+    (tmp_path / "→").mkdir()
+    (tmp_path / "→" / "config.pbtxt").write_text('backend: "python"')
     command = [sys.executable, "-m", "torch_py_backend", "check", str(tmp_path)]
-    variables = os.environ | {"PYTHONIOENCODING": "ascii"}
+    variables = os.environ | {"PYTHONIOENCODING": "latin-1"}
     printed = subprocess.run(command, env=variables, capture_output=True, check=False).stdout
-    assert printed.startswith(b"SKIPPED \\xfc: served by python\n")
+    assert printed.startswith(b"SKIPPED \\u2192: served by python\n")
 
 
 def test_install(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from torch_py_backend.config import execution_env, pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
@@ -41,24 +39,22 @@ def check(
 ) -> None:
     """Try models without a server: signature, bindings, options, problems and their cure."""
     folders = repository.models(path.resolve())
-    console = Console(quiet=as_json, soft_wrap=True, highlight=False, emoji=False)
     problems = list(machine_problems())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
-    for problem in problems:
-        print_report(console, "PROBLEM", problem, {})
-    outcomes = Counter(PROBLEM=len(problems))
-    reports = []
-    with console.status("") as status:
-        for folder in folders:
-            status.update(f"trying {escape(folder.name)}")
-            outcome, title, report = _try(folder, timeout, traceback=traceback)
-            print_report(console, outcome, title, report)
-            outcomes[outcome] += 1
-            reports.append({"model": folder.name, **report})
-    console.print(", ".join(f"{outcomes[key]} {key}" for key in _COLORS if outcomes[key]))
+    reports, outcomes = [], Counter(PROBLEM=len(problems))
+    for problem in () if as_json else problems:
+        print_report("PROBLEM", problem, {})
+    for folder in folders:
+        outcome, title, report = _try(folder, timeout, traceback=traceback)
+        outcomes[outcome] += 1
+        reports.append({"model": folder.name, **report})
+        if not as_json:
+            print_report(outcome, title, report)
     if as_json:
         typer.echo(json.dumps({"environment": problems, "models": reports}, indent=2))
+    else:
+        typer.echo(", ".join(f"{outcomes[key]} {key}" for key in _COLORS if outcomes[key]))
     raise typer.Exit(1 if outcomes["FAILED"] or outcomes["PROBLEM"] else 0)
 
 
@@ -113,14 +109,13 @@ def _try(
 
 
 def print_report(
-    console: Console,
     outcome: str,
     title: str,
     report: Document,
 ) -> None:
-    """Print an outcome and the report of a model; markup is on in the console."""
-    console.print(f"[{_COLORS[outcome]}]{outcome:7}[/] {escape(title)}")
+    """Print an outcome, and the report of a model."""
+    typer.echo(f"{typer.style(f'{outcome:7}', fg=_COLORS[outcome])} {title}")
     for key, value in report.items():
         for line in value if isinstance(value, list) else [value]:
             if key not in _JSON_ONLY and line not in ("", {}):
-                console.print(f"        {key:15}{escape(str(line))}")
+                typer.echo(f"        {key:15}{line}")

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from torch_py_backend.cli.check import print_report
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ToolError, about
-from torch_py_backend.model_folders import archive, artifact_files, creation
+from torch_py_backend.model_folders import artifact_files, creation
 
 
 def init(
@@ -79,16 +78,17 @@ def init(
     with about(name), tempfile.TemporaryDirectory(prefix="torch-py-backend-") as scratch:
         settings: JsonObject = {}
         if absolute.suffix == ".mar":
-            absolute, settings = archive.unpack(absolute, Path(scratch))
+            absolute, settings = artifact_files.unpack_archive(absolute, Path(scratch))
         files, needs = artifact_files.find(absolute, example, tensors=tensors or bool(entries))
+        needs |= settings
         if entries:
             needs["input"] = entries
         if model_class:
             needs["parameters"] = pbtxt.parameters({"MODEL_CLASS": model_class})
         creation.check_name(name)
-        report = creation.create(target, files, needs, settings, force=force)
+        report = creation.create(target, files, needs, force=force)
     typer.echo(f"made {target}")
-    print_report(Console(soft_wrap=True, highlight=False, emoji=False), "OK", f"{name} 1", report)
+    print_report("OK", f"{name} 1", report)
     url = f"http://127.0.0.1:8000/v2/models/{urllib.parse.quote(name)}/infer"
     typer.echo(f"next: {shlex.join(['torch-py-backend', 'serve', str(parent)])}")
     if inputs_of_request := report["request"]:

@@ -12,9 +12,6 @@ from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.errors import ConfigError, about
 from torch_py_backend.model_folders import tuning
 
-_TITLES = "candidate                     ms    gain  rows/s    gain READY s   error"
-_FIGURES = "{ms:8.3g}{gains[0]:8.2f}{rows_per_s:8,.0f}{gains[1]:8.2f}{ready_s:8.1f}{error:8.1g}"
-
 
 def tune(
     model: Annotated[Path, typer.Argument(help="The model's folder.")],
@@ -33,13 +30,13 @@ def tune(
             autocomplete.complete(pbtxt.arguments(folder, version, document), document)
         full = max(1, document["max_batch_size"])
         typer.echo(f"ms: one row; rows/s: batches of {full} rows; one instance of each")
-        typer.echo(_TITLES)
+        typer.echo(tuning.TITLES)
         rows = []
         for row in tuning.candidates(folder, version, document, reduced=reduced_precision):
             rows.append(row)
-            typer.echo(f"{row.title:24}{row.failure or _FIGURES.format(**row.figures)}")
-    choice = tuning.best(rows[1:], reduced=reduced_precision)
-    if choice is None:
+            typer.echo(f"{row.title:24}{row.text}")
+    choice = max(rows, key=lambda row: row.gain)
+    if choice.gain < tuning.LEAST_GAIN:
         typer.echo("nothing is faster than the model as configured")
         return
     typer.echo(f"fastest: {choice.title}; set in {folder / 'config.pbtxt'}, in place of")

@@ -46,7 +46,8 @@ class TensorSpec:
     reshaped: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} {self.dtype.triton} [{', '.join(map(str, self.dims))}]"
+        origin = "" if self.origin is Origin.CLIENT else f" ({self.origin.value})"
+        return f"{self.name} {self.dtype.triton} [{', '.join(map(str, self.dims))}]{origin}"
 
 
 class BatchInput(NamedTuple):

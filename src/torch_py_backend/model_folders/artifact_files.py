@@ -6,17 +6,61 @@ Imports no torch.
 from __future__ import annotations
 
 import json
+import re
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
-from torch_py_backend.errors import ArtifactError
+from torch_py_backend.errors import ArtifactError, printable, summarize
 from torch_py_backend.loading import discovery, source_dependencies
 from torch_py_backend.loading.discovery import ArtifactType
 
 EXAMPLE = "example_inputs.safetensors"
+# The handlers of TorchServe itself, which are not part of an archive.
+_HANDLERS = ("base_handler", "image_classifier", "image_segmenter", "object_detector")
+# Numbers of model-config.yaml, for which a YAML parser would be a dependency.
+_NUMBER = re.compile(r"^(batchSize|maxBatchDelay):[ \t]*(\d{1,9})[ \t]*(?:#.*)?$", re.MULTILINE)
+_OPTIONAL = ("attention_mask", "token_type_ids")
 _TEXT_HOOKS = Path(__file__).parents[1] / "saving" / "text_hooks.py"
+
+
+def unpack_archive(archive: Path, folder: Path) -> tuple[Path, JsonObject]:
+    """Unpack an archive of torch-model-archiver.
+
+    Return the file of TorchScript, or of weights with a source file of the same name beside it; and
+    what it needs in config.pbtxt.
+    """
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            opened.extractall(folder)  # drops `..` and roots, and creates no links
+        model = json.loads((folder / "MAR-INF" / "MANIFEST.json").read_bytes())["model"]
+        handler = str(model["handler"])
+        weights = folder / Path(model["serializedFile"]).name
+        weights.stat()
+        if source := model.get("modelFile"):
+            (folder / Path(source).name).rename(weights.with_suffix(".py"))
+        config = model.get("configFile")
+        text = (folder / Path(config).name).read_text() if config else ""
+    except Exception as error:  # of zipfile, its decompressors, or a manifest of another form
+        raise ArtifactError(
+            f"it is not an archive with a model file: {summarize(error)}",
+            expected="a .mar file of torch-model-archiver with --serialized-file",
+        ) from error
+    if handler.removesuffix(".py") not in _HANDLERS:
+        raise ArtifactError(
+            f"it has a handler of its own, {printable(handler)}",
+            expected=f"one of TorchServe's: {', '.join(_HANDLERS)}",
+            cure="Write its methods into hooks.py and model.py: see docs/migrate.md.",
+        )
+    numbers = {key: int(digits) for key, digits in _NUMBER.findall(text)}
+    needs: JsonObject = {}
+    if rows := numbers.get("batchSize"):
+        delay = 1000 * numbers.get("maxBatchDelay", 0)
+        needs["max_batch_size"] = rows
+        needs["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
+    return weights, needs
 
 
 def find(
@@ -34,29 +78,30 @@ def find(
         example: a file with valid inputs; None: one beside the model file, if there is one.
         tensors: whether a classifier of texts takes tensors, although its tokenizer is there.
     """
+    needs: JsonObject = {}
     if path.is_dir():
-        return _pretrained(path, example, tensors=tensors)
-    beside = path.with_name(EXAMPLE)
-    extra = {EXAMPLE: (example or beside).absolute()} if example or beside.is_file() else {}
-    if path.with_name(discovery.HOOKS).is_file():
-        extra |= source_dependencies.modules(path.parent, "hooks")
-    artifact = discovery.of_file(path)
-    if artifact.kind is ArtifactType.MODULE:
-        weights = None if path == artifact.path else path
-        return source_dependencies.find(artifact.path, weights) | extra, {}
-    files = {"model.pt" if artifact.kind is ArtifactType.TORCHSCRIPT else "model.pt2": path}
-    source = path.with_name("model.py")
-    if source.is_file() and not discovery.defines_module(source):
-        files |= source_dependencies.modules(path.parent, "model")
-    return files | extra, {}
+        files, needs = _pretrained(path, tensors=tensors or example is not None)
+    else:
+        artifact = discovery.of_file(path)
+        source = path.with_name("model.py")
+        if artifact.kind is ArtifactType.MODULE:
+            weights = None if path == artifact.path else path
+            files = source_dependencies.find(artifact.path, weights)
+        else:
+            name = "model.pt" if artifact.kind is ArtifactType.TORCHSCRIPT else "model.pt2"
+            files = {name: path}
+            if source.is_file() and not discovery.defines_module(source):
+                files |= source_dependencies.modules(path.parent, "model")
+        if path.with_name(discovery.HOOKS).is_file():
+            files |= source_dependencies.modules(path.parent, "hooks")
+        if path.with_name(EXAMPLE).is_file():
+            files[EXAMPLE] = path.with_name(EXAMPLE)
+    if example is not None:
+        files[EXAMPLE] = example.absolute()
+    return files, needs
 
 
-def _pretrained(
-    folder: Path,
-    example: Path | None,
-    *,
-    tensors: bool,
-) -> tuple[dict[str, Path], JsonObject]:
+def _pretrained(folder: Path, *, tensors: bool) -> tuple[dict[str, Path], JsonObject]:
     """Return the files of a `save_pretrained` folder: weights, and config.json with their class.
 
     A classifier of texts gets hooks that tokenize them. Other models have results for each token: a
@@ -75,12 +120,10 @@ def _pretrained(
         ) from None
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     files = {path.name: path for path in paths if not path.name.startswith(".")}
-    factory = f"transformers:{architecture}"
-    needs: JsonObject = {"parameters": pbtxt.parameters({"MODEL_FACTORY": factory})}
+    factory = {"MODEL_FACTORY": f"transformers:{architecture}"}
+    needs: JsonObject = {"parameters": pbtxt.parameters(factory)}
     has_tokenizer = "tokenizer_config.json" in files and discovery.HOOKS not in files
-    if example is not None:
-        files[EXAMPLE] = example.absolute()
-    elif not tensors and has_tokenizer and factory.endswith("ForSequenceClassification"):
+    if has_tokenizer and not tensors and architecture.endswith("ForSequenceClassification"):
         files[discovery.HOOKS] = _TEXT_HOOKS
         needs["input"] = [{"name": "text", "data_type": "TYPE_STRING", "dims": [1]}]
     return files, needs
@@ -103,14 +146,14 @@ def pretrained_inputs(
 
     They follow from the contents of config.json and the arguments of `forward()`.
     """
-    required, optional = ["input_ids"], ["attention_mask"]
+    names = ["input_ids", "attention_mask"]
     if config.get("is_encoder_decoder"):
-        required.append("decoder_input_ids")
+        names.append("decoder_input_ids")
     if config.get("type_vocab_size", 0) > 1:
-        optional.append("token_type_ids")
+        names.append("token_type_ids")
     return [
-        {"name": name, "data_type": "TYPE_INT64", "dims": [-1], "optional": name in optional}
-        for name in (*required, *optional)
+        {"name": name, "data_type": "TYPE_INT64", "dims": [-1], "optional": name in _OPTIONAL}
+        for name in names
         if "input_ids" in arguments and name in arguments
     ]
 
@@ -121,7 +164,7 @@ def pad(config: Document, document: JsonObject) -> None:
     `config` is config.json. `document`, with its `pretrained_inputs`, is changed in place.
     """
     token = config.get("pad_token_id")
-    names = [entry["name"] for entry in document["input"]]
+    names = [entry["name"] for entry in document["input"] if -1 in entry["dims"]]
     if token is None or "attention_mask" not in names or config.get("is_encoder_decoder"):
         return
     as_long = [entry["name"] for entry in document["output"] if -1 in entry["dims"]]

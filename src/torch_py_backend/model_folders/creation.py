@@ -10,8 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch_py_backend import autocomplete
@@ -45,15 +44,12 @@ def create(
     target: Path,
     files: Mapping[str, Path],
     needs: Document,
-    settings: Document = types.MappingProxyType({}),
     *,
-    transfer: Callable[[Path, Path], object] = shutil.copyfile,
     force: bool = False,
 ) -> JsonObject:
     """Write a model folder with a config that the model completes.
 
-    `files` and `needs` are those of `artifact_files.find`, `settings` entries of config.pbtxt for a
-    model with a batch dimension. `transfer` copies or links a file to a path. Return the report of
+    `files` and `needs` are those of `artifact_files.find`. Return the report of
     `inspection.inspect`.
 
     Raises:
@@ -63,11 +59,11 @@ def create(
         for name, source in files.items():
             path = folder / "1" / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            transfer(source, path)
+            shutil.copyfile(source, path)
         document = {**pbtxt.read(folder), **needs}
         if discovery.is_cuda_package(folder / "1" / next(iter(files))):
             document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
-        return write_config(folder, document, new=dict(settings))
+        return write_config(folder, document, new=True)
 
 
 def write_config(folder: Path, document: Document, **more: object) -> JsonObject:

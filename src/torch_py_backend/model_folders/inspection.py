@@ -20,7 +20,7 @@ import torch
 from torch_py_backend import autocomplete
 from torch_py_backend.autocomplete import schema
 from torch_py_backend.config import conflicts, dtypes, model_config, pbtxt, threads
-from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.config.model_config import BatchInput, ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
@@ -44,15 +44,18 @@ _MOST_VALUES = 64
 
 
 def inspect(
-    arguments: Mapping[str, str], reference: str | None = None, new: JsonObject | None = None
+    arguments: Mapping[str, str],
+    reference: str | None = None,
+    *,
+    new: bool = False,
 ) -> JsonObject:
     """Complete a config, load and warm up its model; return what it is, takes and gives, as JSON.
 
     Args:
         arguments: Triton's arguments; the config may lack inputs and outputs.
         reference: a file with outputs for the example beside the model, to compare with its own.
-        new: for a new model folder, whose config gets what its files say, and whose report has a
-            request: entries of config.pbtxt for a model with a batch dimension.
+        new: whether the model folder is new: its config gets what its files say, and the report has
+            a request.
 
     Raises:
         LoadError: the model cannot be served.
@@ -63,8 +66,8 @@ def inspect(
     warnings = BufferingHandler(_MOST_WARNINGS)
     warnings.setLevel(logging.WARNING)
     document = json.loads(arguments["model_config"])
-    if new is not None:
-        _complete(arguments, document, new)
+    if new:
+        _complete(arguments, document)
     elif autocomplete.is_incomplete(document):
         document |= schema.describe(arguments)
     conflicts.check_for_triton(document)
@@ -81,35 +84,30 @@ def inspect(
         with runtime.mode(settings.options):
             _compare(engine, reference)
     engine.close()
-    inputs = {spec.name: _described(spec) for spec in engine.config.inputs}
-    inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
     bound = engine.inputs.binding
     places = dict(zip(bound.names, bound.places, strict=True))
+    inputs: list[BatchInput | TensorSpec] = [*engine.config.inputs, *settings.batch_inputs]
     return {
         **load.report(engine),
         "signature": str(engine.loaded.signature),
         "hooks": str(engine.hooks or ""),
-        "inputs": [f"{text} → {places[name]}" for name, text in inputs.items()],
-        "outputs": [_described(spec) for spec in settings.outputs],
+        "inputs": [f"{spec} → {places[spec.name]}" for spec in inputs],
+        "outputs": [str(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
         "compiled": compiled,
         "warnings": [record.getMessage() for record in warnings.buffer],
         # After the warnings: it looks at the example again.
-        "request": [] if new is None else _request(engine, document),
+        "request": _request(engine, document) if new else [],
         "config": document,
     }
 
 
-def _complete(
-    arguments: Mapping[str, str],
-    document: JsonObject,
-    settings: Document,
-) -> None:
+def _complete(arguments: Mapping[str, str], document: JsonObject) -> None:
     """Complete the config of a new model folder in place; it may list inputs, and no batch size."""
     if model_class := _class_of_weights(arguments):
         document["parameters"] |= pbtxt.parameters({"MODEL_CLASS": model_class})
     folder = Path(arguments["model_repository"])
-    path, pretrained, takes_tokens = folder / "1" / "config.json", {}, False
+    path, pretrained = folder / "1" / "config.json", {}
     if path.is_file():
         pretrained = json.loads(path.read_bytes())
         config = model_config.parse(arguments, complete=False)
@@ -120,13 +118,9 @@ def _complete(
         has_own = any((folder / "1" / name).exists() for name in (EXAMPLE, HOOKS))
         if not document["input"] and not has_own:
             document["input"] = artifact_files.pretrained_inputs(pretrained, names)
-            takes_tokens = bool(document["input"])
     arguments = {**arguments, "model_config": json.dumps(document)}
     document |= schema.describe(arguments, finds_batch=True)
-    if document["max_batch_size"]:
-        document |= settings
-        if takes_tokens:
-            artifact_files.pad(pretrained, document)
+    artifact_files.pad(pretrained, document)
     artifact_files.write_labels(pretrained, document, folder)
 
 
@@ -175,36 +169,22 @@ def _plain(element: object) -> object:
     return round(element, 4) if isinstance(element, float) else element
 
 
-def _described(spec: TensorSpec) -> str:
-    return str(spec) if spec.origin is Origin.CLIENT else f"{spec} ({spec.origin.value})"
-
-
 def _compare(engine: Engine, reference: str) -> None:
-    """Raise OutputError if the outputs for the example differ from those in a file.
-
-    A batch of the example's first row alone must have the outputs of that row, where they have the
-    same sizes: a module may pad to the longest row of a batch.
-    """
+    """Raise OutputError if the outputs for the example differ from those in a file."""
     expected: Item = torch.load(reference, "cpu", weights_only=False)
-    rows = next(iter(expected.values())).shape[0] if engine.config.max_batch_size else 1
-    for count in {rows, 1}:
-        (outputs,) = run(engine, batch(engine, count))
-        for name, value in expected.items():
-            wanted = value[:count] if engine.config.max_batch_size else value
-            if count < rows and outputs[name].shape != wanted.shape:
-                continue
-            error = difference(outputs[name], wanted)
-            reduced = engine.config.options.optimize  # such as bf16
-            limit = MAX_ERROR_REDUCED if reduced else tolerance(wanted)
-            if not error <= limit:
-                raise OutputError(
-                    f"output '{name}' of the saved model differs from the module's own by"
-                    f" {error:.2g} for {counted(count, 'row')}",
-                    expected=f"at most {limit:g}",
-                    cure="Check that the module can be built again from model_kwargs and its"
-                    " weights, that its answers are not random, and, if it is exported, that its"
-                    " code depends neither on the values of its inputs nor on their rows.",
-                )
+    (outputs,) = run(engine, batch(engine, len(next(iter(expected.values())))))
+    for name, value in expected.items():
+        error = difference(outputs[name], value)
+        reduced = engine.config.options.optimize  # such as bf16
+        limit = MAX_ERROR_REDUCED if reduced else tolerance(value)
+        if not error <= limit:
+            raise OutputError(
+                f"output '{name}' of the saved model differs from the module's own by {error:.2g}",
+                expected=f"at most {limit:g}",
+                cure="Check that the module can be built again from model_kwargs and its weights,"
+                " that its answers are not random, and, if it is exported, that its code depends"
+                " neither on the values of its inputs nor on their rows.",
+            )
 
 
 def load_warm(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:

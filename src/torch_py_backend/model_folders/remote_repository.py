@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torch_py_backend import files
+from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import ToolError, about, summarize
 from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.processes import private_files
 
 _HUB = "hf://"
-_RECORD = "fetched.json"
 
 
 def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
@@ -43,37 +43,39 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
     if risk := private_files.create(cache):
         raise ToolError(f"the cache {cache} is not used: {risk}. Name another one with --cache.")
     place = cache / hashlib.sha256(url.encode()).hexdigest()[:16]
-    folder, models = place / "files", place / "models"
-    folder.mkdir(parents=True, exist_ok=True)
     hub, _, revision = url.removeprefix(_HUB).partition("@")
+    is_hub, record = url.startswith(_HUB), place / "fetched.json"
+    folder = place / "models" / Path(hub).name / "1" if is_hub else place / "files"
+    folder.mkdir(parents=True, exist_ok=True)
     with private_files.locked(place / "lock"):  # another server may fetch the same
         try:
-            if url.startswith(_HUB):
+            if is_hub:
                 import huggingface_hub  # noqa: PLC0415  only some users have it
 
                 report(f"fetching {hub}")
                 huggingface_hub.snapshot_download(hub, revision=revision or None, local_dir=folder)
-                (place / _RECORD).write_text("{}")
+                record.write_text("{}")
             else:
-                _fetch_files(url, place, folder, report)
+                _fetch_files(url, folder, record, report)
         except Exception as error:  # each store's library has exceptions of its own
             problem = f"{url} cannot be read: {summarize(error)}"
-            if not (place / _RECORD).exists():
+            if not record.exists():
                 raise ToolError(f"{problem}.") from error
             report(f"{problem}. Serving the files that were fetched last.")
-    if url.startswith(_HUB) and (folder / "config.json").is_file():
-        name = Path(hub).name
-        with about(name):
-            found, needs = artifact_files.find(folder, None, tensors=True)
-            creation.create(models / name, found, needs, transfer=os.link, force=True)
-        return models
+        if is_hub and (folder / "config.json").is_file():
+            model = folder.parent
+            (model / "config.pbtxt").unlink(missing_ok=True)
+            with about(model.name):
+                _, needs = artifact_files.find(folder, None, tensors=True)
+                creation.write_config(model, {**pbtxt.read(model), **needs}, new=True)
+            return model.parent
     return folder
 
 
 def _fetch_files(
     url: str,
-    place: Path,
     folder: Path,
+    record: Path,
     report: Callable[[str], None],
 ) -> None:
     import fsspec  # noqa: PLC0415  only some users have it
@@ -86,22 +88,18 @@ def _fetch_files(
     }
     if not present:
         raise FileNotFoundError("it holds no files")
-    record = place / _RECORD
     before = json.loads(record.read_bytes()) if record.exists() else {}
     changed = [name for name, facts in present.items() if before.get(name) != facts]
     if changed:
         report(f"fetching {len(changed)} files from {url}")
-    # Complete files get their names last: a fetch that fails leaves the files of the last one.
-    scratch = place.resolve() / "part"
-    shutil.rmtree(scratch, ignore_errors=True)  # of the last fetch
-    scratch.mkdir()
-    for name in changed:
-        path = (scratch / name).resolve()
-        if not path.is_relative_to(scratch):
-            raise ValueError(f"the file {name!r} leads out of the folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        store.get_file(f"{root.rstrip('/')}/{name}", str(path))
-    shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
+        # Complete files get their names last: a fetch that fails leaves the files of the last one.
+        scratch = record.resolve().with_name("part")
+        shutil.rmtree(scratch, ignore_errors=True)  # of the last fetch
+        paths = [(scratch / name).resolve() for name in changed]
+        if not all(path.is_relative_to(scratch) for path in paths):
+            raise ValueError("the name of a file leads out of the folder")
+        store.get([f"{root.rstrip('/')}/{name}" for name in changed], [*map(str, paths)])
+        shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
     for name in before.keys() - present.keys():
         (folder / name).unlink(missing_ok=True)
     files.replace(record, json.dumps(present).encode())

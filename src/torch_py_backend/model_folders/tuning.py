@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,7 +31,10 @@ _ROUNDS = 5
 _LIMIT_S = 3600.0  # of a candidate, with its compilation
 _SECONDS = 0.2  # of one measurement
 # A candidate is better from this product of both gains on, and if neither gain is a loss.
-_LEAST_GAIN, _LOSS = 1.03**2, 0.98
+LEAST_GAIN, _LOSS = 1.03**2, 0.98
+
+TITLES = "candidate                     ms    gain  rows/s    gain READY s   error"
+_FIGURES = "{ms:8.3g}{gains[0]:8.2f}{rows_per_s:8,.0f}{gains[1]:8.2f}{ready_s:8.1f}{error:8.1g}"
 
 _FREEZING = '{"options": {"freezing": true}}'
 _GRAPHS = {COMPILE: '{"mode": "reduce-overhead"}', "BATCH_BUCKETS": "auto"}
@@ -56,12 +59,15 @@ _CANDIDATES: tuple[tuple[str, tuple[str, ...], dict[str, str]], ...] = (
 
 
 class Row(NamedTuple):
-    """A candidate: its title, its options, and its figures or why it was not measured."""
+    """A candidate: its title and options, and what is printed of it.
+
+    `gain` is the product of its gains; 0: it loses speed, or its outputs are others.
+    """
 
     title: str
     parameters: Mapping[str, str]
-    figures: Document
-    failure: str = ""
+    text: str
+    gain: float = 0.0
 
 
 def candidates(
@@ -83,7 +89,7 @@ def candidates(
     sent = {"arguments": configured, "configured": configured}
     task = f"{__name__}:measure"
     first = child_process.run(task, sent, _LIMIT_S, quiet=True)
-    yield Row("as configured", {}, first)
+    yield Row("as configured", {}, _FIGURES.format(**first))
     on_gpu = document["instance_group"][0]["kind"] == "KIND_GPU"
     others = {k: v for k, v in document["parameters"].items() if k not in TUNED}
     for title, kinds, parameters in _CANDIDATES:
@@ -94,21 +100,21 @@ def candidates(
         sent["arguments"] = pbtxt.arguments(folder, version, candidate)
         try:
             figures = child_process.run(task, sent, _LIMIT_S, quiet=True)
-            yield Row(title, parameters, figures)
         except LoadError as error:
-            yield Row(title, parameters, {}, failure=str(error))
+            yield Row(title, parameters, str(error))
+            continue
+        gains = figures["gains"]
+        exact = figures["error"] <= (_MAX_ERROR_REDUCED if reduced else _MAX_ERROR)
+        gain = math.prod(gains) if exact and min(gains) >= _LOSS else 0.0
+        yield Row(title, parameters, _FIGURES.format(**figures), gain)
 
 
 def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> JsonObject:
     """Measure a candidate, in a child process.
 
-    The candidate is loaded first, when the process has not compiled anything yet.
-
-    Returns:
-        `kind`, the name of the artifact's type; `ms`, milliseconds of a call with one row;
-        `rows_per_s` in full batches; `gains`, the ratio of both to the model as configured, medians
-        of the rounds; `ready_s`, seconds of the load and the warm-up; `error`, the largest
-        difference from the outputs as configured, relative to their values.
+    The candidate is loaded first, when the process has not compiled anything yet. `gains` are the
+    ratios to the model as configured for one row and for full batches, medians of the rounds;
+    `error` is the largest difference from its outputs, relative to their values.
     """
     import torch
     from torch.utils.benchmark import Timer
@@ -149,15 +155,3 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
         "ready_s": ready_s,
         "error": max(errors),
     }
-
-
-def best(rows: Sequence[Row], *, reduced: bool) -> Row | None:
-    """Return the exact row with the best mean gain, without a loss; None: none is better."""
-    limit = _MAX_ERROR_REDUCED if reduced else _MAX_ERROR
-    chosen, best_gain = None, _LEAST_GAIN
-    for row in rows:
-        gains = row.figures.get("gains", [0.0])
-        gain = math.prod(gains)
-        if gain >= best_gain and min(gains) >= _LOSS and row.figures["error"] <= limit:
-            chosen, best_gain = row, gain
-    return chosen
