@@ -67,8 +67,6 @@ _ONE = "def preprocess(self, x)"
             "Hooks() in hooks.py fails at line 3: OSError: no labels",
         ),
         ("class Hooks:\n    def add(self): ...\n", {}, ArtifactError, "no class Hooks with hooks"),
-        ("class Hooks:\n    postprocess = 3\n", {}, ArtifactError, "3 is not a callable"),
-        (method("def postprocess(self, rows, size)"), {}, ArtifactError, "'size'. It takes one"),
         (
             method("def inference(self, module)"),
             {},

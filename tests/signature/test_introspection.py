@@ -3,7 +3,6 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -165,22 +164,3 @@ def test_types_and_defaults_are_read_from_a_schema() -> None:
     assert [entry.name for entry in read if entry.nullable] == ["maybe", "words", "rows", "some"]
     assert all(entry.passing is Passing.POSITIONAL_OR_KEYWORD for entry in read)
     assert str(signature).startswith("forward(Tensor x, Dict(str, Tensor) d, Tensor[] tensors, (")
-
-
-class _Yields:
-    def __call__(self) -> Iterator[int]:
-        yield 1
-
-
-async def _awaited() -> AsyncIterator[int]:
-    yield 1
-
-
-def test_generators_are_recognized_in_all_wrappers() -> None:
-    method = _Yields.__call__
-    partial = functools.partial(method, _Yields())
-    for function in (method, _Yields(), _Yields().__call__, partial, torch.no_grad()(method)):
-        assert introspection.is_generator(function)
-    assert introspection.is_generator(_awaited)
-    for other in (lambda: iter(()), torch.add, nn.Identity().forward):
-        assert not introspection.is_generator(other)

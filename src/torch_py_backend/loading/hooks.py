@@ -36,19 +36,11 @@ ARGUMENT = "parameters"
 
 
 class Hook:
-    """One method of the hooks.
-
-    Raises:
-        TypeError: the method does not take what it is called with.
-    """
+    """One method of the hooks."""
 
     def __init__(self, name: str, method: Callable[..., Tree]) -> None:
         self.name, self.method = name, method
         self.takes_parameters = ARGUMENT in inspect.signature(method).parameters
-        # Without the parameters; what is behind them is passed by name.
-        self._bound = partial(method, **{ARGUMENT: None}) if self.takes_parameters else method
-        if not name.startswith("preprocess"):  # that takes inputs by name, which are bound later
-            inspect.signature(self._bound).bind("rows or result")
         self._refused = False
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
@@ -78,7 +70,10 @@ class Hook:
     @property
     def signature(self) -> Signature:
         """The arguments that inputs are bound to."""
-        arguments = introspection.from_function(self._bound).arguments
+        method = self.method
+        if self.takes_parameters:
+            method = partial(method, **{ARGUMENT: None})  # what is behind them is passed by name
+        arguments = introspection.from_function(method).arguments
         inputs = tuple(each for each in arguments if each.name != ARGUMENT)
         return Signature(inputs, name=self.name)
 
@@ -134,12 +129,7 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
         build = partial(hooks_class, folder=config.version_folder)
     cure = "Its arguments are none, or `folder`, which is the version's folder."
     instance = python_source.call(path, "Hooks", build, cure)
-    created = {}
-    cure = f"It takes one argument, and {ARGUMENT} behind it if it needs them."
-    for name in names:
-        create = partial(Hook, name, getattr(instance, name))
-        created[name] = python_source.call(path, name, create, cure)
-    hooks = Hooks(**created)
+    hooks = Hooks(**{name: Hook(name, getattr(instance, name)) for name in names})
     _check_config(config, hooks)
     return hooks
 

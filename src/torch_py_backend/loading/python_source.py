@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -10,7 +9,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import nn
 
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, join_names, summarize
+from torch_py_backend.errors import ArtifactError, LoadError, join_names, summarize
 from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
@@ -44,18 +43,17 @@ def import_source(path: Path) -> ModuleType:
         return sys.modules[name]
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = str(path)
+    _make_importable(path.parent)
     try:
-        with importing_from(path.parent):
-            SourceFileLoader(name, str(path)).exec_module(module)
-    except (Exception, SystemExit) as error:
+        call(path, "", partial(SourceFileLoader(name, str(path)).exec_module, module))
+    except LoadError:
         del sys.modules[name]
-        raise ArtifactError(f"{path.name} fails at {error_location(error, path)}") from error
+        raise
     return module
 
 
-@contextlib.contextmanager
-def importing_from(folder: Path) -> Iterator[None]:
-    """Make the modules in a folder importable, during and after the context.
+def _make_importable(folder: Path) -> None:
+    """Make the modules in a folder importable from now on.
 
     Triton's stub imports the backend's file as `model`. It is removed from sys.modules, because the
     folder may have a `model` of its own.
@@ -64,19 +62,8 @@ def importing_from(folder: Path) -> Iterator[None]:
     if stub is not None and not Path(stub).is_relative_to(folder):
         del sys.modules["model"]
     sys.path.insert(0, str(folder))
-    # Write no bytecode: a model repository may be read-only, or belong to another user.
-    previous, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        yield
-    finally:
-        sys.dont_write_bytecode = previous
-
-
-def error_location(error: BaseException, path: Path) -> str:
-    """Return the line of the model's file that raised an exception, and its message."""
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == str(path)]
-    return f"line {lines[-1]}: {summarize(error)}" if lines else summarize(error)
+    # A model repository may be read-only, or belong to another user.
+    sys.dont_write_bytecode = True
 
 
 def call(
@@ -87,15 +74,19 @@ def call(
 ) -> _Result:
     """Call a function of a model's file; raise ArtifactError with the line of its error.
 
-    `cure` says what to do about wrong arguments.
+    Without a name, the function runs the file. `cure` says what to do about wrong arguments.
     """
     try:
         return function()
     except LoadError:
         raise
     except (Exception, SystemExit) as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if frame.f_code.co_filename == str(path)]
+        line = f"line {lines[-1]}: " if lines else ""
+        failed = f"{name}() in {path.name}" if name else path.name
         raise ArtifactError(
-            f"{name}() in {path.name} fails at {error_location(error, path)}",
+            f"{failed} fails at {line}{summarize(error)}",
             cure=cure if isinstance(error, TypeError) else "",
         ) from error
 
@@ -112,34 +103,25 @@ def load(
     served, is_filled = construct(config, artifact)
     owner = served if isinstance(served, nn.Module) else None
     if owner is not None:
-        # With WEIGHTS "none" there is no file of weights, and none is missing.
-        if not is_filled and (artifact.weights is not None or not config.options.weights):
+        if not is_filled:
             weights.load_into(config, artifact, owner)
         owner.eval()
         for parameter in owner.parameters():  # TorchScript does not support requires_grad_()
             parameter.requires_grad = False
         if device is not None:
             owner.to(device)
-    method = config.options.method
-    has_steps = all(callable(getattr(served, name, None)) for name in ("begin", "step"))
-    steps = method is None and config.decoupled and has_steps
-    attribute = "begin" if steps else method
+    attribute, step = config.options.method, None
+    if config.decoupled and attribute is None and {"begin", "step"}.issubset(dir(served)):
+        attribute, step = "begin", served.step
     # A callable object that is not a function has no name.
     name = attribute or str(getattr(served, "__name__", "forward"))
-    called: Any = served
+    called = described = served
     if attribute is not None:
-        called = call(artifact.path, name, partial(getattr, served, attribute))
-    described = owner.forward if called is owner and owner is not None else called
+        called = described = call(artifact.path, name, partial(getattr, served, attribute))
+    elif owner is not None:
+        described = owner.forward
     signature = call(artifact.path, name, partial(introspection.from_function, described))
-    # Modules without a forward() have that of nn.Module.
-    only_steps = has_steps and getattr(described, "__func__", None) is nn.Module.forward
-    if not config.decoupled and (only_steps or introspection.is_generator(described)):
-        raise ConfigError(
-            f"{name}() makes a stream of results, and the model is not decoupled",
-            cure="Write model_transaction_policy { decoupled: true } into config.pbtxt; or let"
-            " forward() return all results at once.",
-        )
-    signature, step = dataclasses.replace(signature, name=name), served.step if steps else None
+    signature = dataclasses.replace(signature, name=name)
     return Loaded(artifact, called, signature, owner, step=step)
 
 
@@ -155,8 +137,8 @@ def construct(config: ModelConfig, artifact: Artifact) -> tuple[Any, bool]:
         path = config.folder / "config.pbtxt"  # it names the factory
         # Read by Hugging Face's libraries when they are imported.
         os.environ["HF_HUB_OFFLINE"] = "1"
-        with importing_from(config.version_folder):
-            factory = call(path, name, partial(pkgutil.resolve_name, name))
+        _make_importable(config.version_folder)
+        factory = call(path, name, partial(pkgutil.resolve_name, name))
         for folder in (config.version_folder, config.folder):
             if hasattr(factory, "from_pretrained") and (folder / "config.json").is_file():
                 keywords = {"local_files_only": True, **keywords}
@@ -195,9 +177,8 @@ def _select(config: ModelConfig, path: Path) -> Any:
     elif config.python_runtime:  # as Triton's own runtime does, which serves imported classes, too
         classes = classes or module_classes(source, imported=True)
         candidates = dict([*classes.items()][:1]) or functions
-    distinct = {id(value): value for value in candidates.values()}  # a class may have two names
-    if len(distinct) == 1:
-        return distinct.popitem()[1]
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
     found = join_names(classes | functions) or "no nn.Module and no function"
     raise ArtifactError(
         f"{path.name} defines {found}",
@@ -211,9 +192,12 @@ def module_classes(
     *,
     imported: bool = False,
 ) -> dict[str, type]:
-    """Return the public classes of modules that a source file defines, or also imports, by name."""
+    """Return the public classes of modules that a source file defines, or also imports, by name.
+
+    A class that has two names there is returned once.
+    """
     return {
-        name: value
+        value.__name__: value
         for name, value in inspect.getmembers(source, inspect.isclass)
         if issubclass(value, nn.Module)
         and name[0] != "_"

@@ -39,7 +39,7 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
     """
     own = module.state_dict(keep_vars=True)
     if artifact.weights is None:
-        if own:
+        if own and not config.options.weights:  # that is "none"
             raise ArtifactError(
                 f"{type(module).__name__} has {counted(len(own), 'weight')}, and there is no"
                 f" weights file beside {artifact.path.name}",

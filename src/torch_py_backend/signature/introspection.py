@@ -65,14 +65,6 @@ def from_function(function: Callable[..., object]) -> Signature:
     return Signature(tuple(arguments), settings=settings)
 
 
-def is_generator(function: Callable[..., object]) -> bool:
-    """Return whether a call returns a generator, synchronous or asynchronous."""
-    # The __call__ of an object is looked up in its class.
-    callables = (function, type(function).__call__)
-    checks = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    return any(check(entry) for check in checks for entry in callables)
-
-
 def _resolved(annotation: object, scope: Mapping[str, object]) -> object:
     """Evaluate an annotation that is text, with Any for names that only a type checker imports."""
     names = collections.ChainMap({**vars(builtins), **scope}, collections.defaultdict(lambda: Any))
