@@ -18,7 +18,7 @@ from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import discovery, registry, weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.loading.mapped_files import Mapped
+from torch_py_backend.loading.weights import Mapped
 from torch_py_backend.signature import introspection
 
 

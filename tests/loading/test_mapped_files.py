@@ -8,9 +8,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.loading import exported, mapped_files, weights
+from torch_py_backend.loading import exported, weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
-from torch_py_backend.loading.mapped_files import AliasOnCopy
+from torch_py_backend.loading.weights import AliasOnCopy
 
 
 def saved(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
@@ -23,7 +23,7 @@ def saved(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
 
 
 def shared(*tensors: Tensor) -> int:
-    return mapped_files.measure(tensors).shared
+    return weights.measure(tensors).shared
 
 
 @pytest.fixture(params=["weights.pt", "weights.safetensors"])
@@ -99,7 +99,7 @@ def test_part_of_a_tensor_is_mapped(path: Path) -> None:
             part.copy_(piece)
     assert torch.equal(torch.cat(parts), state["qkv"])
     assert shared(*parts) == 24 * 4
-    assert all(mapped_files.has_no_other_views(part) for part in parts)
+    assert all(weights.has_no_other_views(part) for part in parts)
 
 
 class Net(nn.Module):
@@ -126,7 +126,7 @@ class Net(nn.Module):
 def scripted(net: Net, path: Path) -> Any:
     torch.jit.save(torch.jit.script(net), path)
     loaded = torch.jit.load(path)
-    mapped_files.share(loaded.state_dict(keep_vars=True).values(), path)
+    weights.share(loaded.state_dict(keep_vars=True).values(), path)
     return loaded
 
 
@@ -145,7 +145,7 @@ def test_weights_of_an_archive_are_mapped_and_writes_stay_in_the_process(
     path, x = tmp_path / "model.pt", torch.rand(2, 6)
     model = make(net, path)
     before = path.read_bytes()
-    mapped = mapped_files.measure(model.state_dict(keep_vars=True).values())
+    mapped = weights.measure(model.state_dict(keep_vars=True).values())
     assert mapped.shared == mapped.total > 0
     assert torch.equal(model(x), net(x))
     model.state_dict()["table"].add_(1)
@@ -163,7 +163,7 @@ def test_weights_of_other_bytes_or_with_a_view_are_not_mapped(tmp_path: Path) ->
         net.first.weight[2, 5] += 1  # neither at the start nor at the end
     expected = net.first.weight.clone()
     view = net.second.weight.view(-1)
-    mapped_files.share(net.parameters(), tmp_path / "model.pt")
+    weights.share(net.parameters(), tmp_path / "model.pt")
     assert torch.equal(net.first.weight, expected)
     assert not shared(net.first.weight, net.second.weight)
     assert view.data_ptr() == net.second.weight.data_ptr()

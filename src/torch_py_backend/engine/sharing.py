@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, summarize
-from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.loading.mapped_files import Mapped
+from torch_py_backend.loading.weights import Mapped, measure
 from torch_py_backend.processes import instance_status, private_files, procfs
 
 log = logging.getLogger(__name__)
@@ -40,9 +39,7 @@ def mapped(config: ModelConfig, loaded: Loaded) -> Mapped:
         ConfigError: ENABLE_WEIGHT_SHARING is true, and some weights are not shared.
     """
     owner = loaded.owner
-    weights = mapped_files.measure(
-        [] if owner is None else owner.state_dict(keep_vars=True).values()
-    )
+    weights = measure([] if owner is None else owner.state_dict(keep_vars=True).values())
     is_copied = loaded.kind is ArtifactType.AOTI or config.options.freezes
     is_shared = not is_copied and (requested(config) or weights.shared == weights.total)
     if config.options.enable_weight_sharing and not is_shared:

@@ -87,11 +87,8 @@ def requests(config: ModelConfig, item: Item) -> list[Item]:
     """
     if not config.concatenates or not config.max_batch_size:
         return [item]
-    requests: list[Item] = [{} for _ in next(iter(item.values()))]
-    for name, value in item.items():
-        for row, request in enumerate(requests):
-            request[name] = value[row : row + 1]
-    return requests
+    rows = range(len(next(iter(item.values()))))
+    return [{name: value[row : row + 1] for name, value in item.items()} for row in rows]
 
 
 def distinct_rows(value: Value) -> Value:
@@ -105,17 +102,12 @@ def distinct_rows(value: Value) -> Value:
     return value * factors.reshape(-1, *[1] * (value.ndim - 1))
 
 
-def fits(
-    config: ModelConfig,
-    spec: TensorSpec,
-    value: Value,
-) -> bool:
+def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
     """Return whether an example is a valid value of this input, with at least one row."""
     dims = (-1, *spec.dims) if config.max_batch_size else spec.dims
-    dtype = None
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-    return dtype == spec.dtype.torch and pbtxt.fits(value.shape, dims) and 0 not in value.shape
+    dtype = str(value.dtype) if isinstance(value, Tensor) else "torch.None"
+    has_values = pbtxt.fits(value.shape, dims) and 0 not in value.shape
+    return dtype == f"torch.{spec.dtype.torch}" and has_values
 
 
 def _from_example(

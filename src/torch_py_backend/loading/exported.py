@@ -13,7 +13,7 @@ from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.loading import mapped_files
+from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.loaded import Loaded, Traced
 from torch_py_backend.signature import introspection, results
@@ -37,7 +37,7 @@ def load(
             table.update(
                 {name: value.data for name, value in table.items() if type(value) is Tensor}
             )
-        mapped_files.share((value for table in tables for value in table.values()), artifact.path)
+        weights.share((value for table in tables for value in table.values()), artifact.path)
     if device is not None:
         program = move_to_device_pass(program, device)
     module = program.module()
@@ -65,23 +65,22 @@ def _inputs(program: ExportedProgram, module: nn.Module) -> tuple[Signature, lis
     nodes = {node.name: node for node in program.graph.nodes}
     constants: dict[int, Any] = {}
     values = []
-    kind = torch.export.graph_signature.InputKind.USER_INPUT
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is kind]
-    for leaf, argument in enumerate(spec.arg for spec in specs):
-        if hasattr(argument, "value"):  # it was a constant at the export
-            constants[leaf] = argument.value
-        else:
-            values.append(nodes[argument.name].meta["val"])
+    for leaf, argument in enumerate(program.graph_signature.user_inputs):
+        if argument in nodes:
+            values.append(nodes[argument].meta["val"])
+        else:  # it was a constant at the export
+            constants[leaf] = argument
     names = list(inspect.signature(module.forward).parameters)
     return introspection.from_tree(in_spec, constants, names), values
 
 
 def _rows(program: ExportedProgram, values: list[Any]) -> Rows:
     """Return how many rows the program takes: the size of dimension 0 that all inputs share."""
-    sizes = [value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim]
-    if len({str(size) for size in sizes}) != 1:
+    tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
+    sizes = {str(tensor.shape[0]): tensor.shape[0] for tensor in tensors}
+    if len(sizes) != 1:
         return ANY_ROWS
-    size = sizes[0]
+    (size,) = sizes.values()
     if isinstance(size, int):
         return Rows(size, size)
     bounds = program.range_constraints.get(size.node.expr)

@@ -9,7 +9,7 @@ import torch
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
-from torch_py_backend.loading import mapped_files
+from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.signature import introspection
@@ -25,7 +25,7 @@ def load(
     module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
     module.eval()
     if config.options.enable_weight_sharing is not False:
-        mapped_files.share((*module.parameters(), *module.buffers()), path)
+        weights.share((*module.parameters(), *module.buffers()), path)
     name = config.options.method or "forward"
     method: Any = getattr(module, name, None)
     if not hasattr(method, "schema"):
