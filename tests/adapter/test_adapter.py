@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import scenarios
 import torch
-from instances import request
+from instances import logged, request
 
 from torch_py_backend.adapter import TritonPythonModel, logs, messages
 from torch_py_backend.processes import instance_status
@@ -58,6 +58,7 @@ def test_weights_that_are_written_in_place(change: str, tmp_path: Path) -> None:
         if error is not None:
             assert error.code() == fake_triton.TritonError.UNAVAILABLE
             assert "model.pt was written in place" in error.message()
+    assert len(logged()) == (change != "rename")
     model.finalize()
 
 

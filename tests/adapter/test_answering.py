@@ -21,6 +21,7 @@ from scenarios import Scenario
 
 from torch_py_backend.adapter import TritonPythonModel, answering
 from torch_py_backend.pipeline import failures
+from torch_py_backend.processes.instance_status import InstanceStatus
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -83,19 +84,6 @@ def test_log_names_the_requests(tmp_path: Path) -> None:
     assert "model.py" in line
 
 
-def test_log_is_not_flooded(tmp_path: Path) -> None:
-    model = load(tmp_path, talks)
-    model.execute([request(-value) for value in range(1, 31)])
-    assert len(logged()) == 9
-    assert "22 more failures of the same batch." in logged()[-1]
-
-
-def talks(x: torch.Tensor) -> torch.Tensor:
-    if bool((x < 0).any()):
-        raise ValueError(f"value {x.min().item()}")
-    return x * 2
-
-
 def shouts(x: torch.Tensor) -> torch.Tensor:
     if bool((x < 0).any()):
         raise ValueError("/" * 10_000_000)
@@ -107,7 +95,6 @@ def test_long_log_messages_are_cut(tmp_path: Path) -> None:
     load(tmp_path, shouts).execute([request(-1)])
     (line,) = logged()
     assert "in shouts" in line
-    assert line.endswith("///")
     assert len(line) < 200_000
 
 
@@ -269,9 +256,9 @@ def test_a_poisoned_instance(
     A newer server is told that the model is not ready.
     """
     fake_triton.become(generation, monkeypatch)
-    model = load(tmp_path)
     reasons: list[str] = []
-    monkeypatch.setattr(model._status, "poisoned", reasons.append)
+    monkeypatch.setattr(InstanceStatus, "poisoned", lambda _, reason: reasons.append(reason))
+    model = load(tmp_path)
     assert fake_triton.is_ready(generation, model)
     assert gauge() == [0]
     broken()
@@ -288,8 +275,7 @@ def test_a_poisoned_instance(
     until(lambda: gauge() == [1])
     assert "device-side assert triggered" in responses[0].error().message()
     assert reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
-    poisoned, failed = logged()
-    assert "judge_0_0 is poisoned and refuses all requests" in poisoned
+    (failed,) = logged()
     assert "Traceback" in failed
 
 

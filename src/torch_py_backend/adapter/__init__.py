@@ -13,7 +13,7 @@ import faulthandler
 import gc
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ from torch_py_backend.loading import discovery
 from torch_py_backend.processes import child_process, instance_status
 
 if TYPE_CHECKING:
-    from torch_py_backend.adapter.messages import Request
     from torch_py_backend.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -135,25 +134,27 @@ class TritonPythonModel:
         self._loaded = load.report(engine)
         log.info("instance %s serves %s.", settings.instance, json.dumps(self._loaded))
         # Closed after the objects that are created below, to publish their last counts.
-        self._publisher = publisher = metrics.Publisher(engine, self._status)
-        self._modes.callback(publisher.close)
+        kept: dict[str, Sized] = {}
+        self._publisher = metrics.Publisher(engine, self._status, kept)
+        self._modes.callback(self._publisher.close)
         # Only now: Triton refuses calls of other models while a model loads.
         composition.send = partial(calling.send, settings.name)
         # Only now: loading has no time limit.
         engine.failures.on_call = self._status.busy
-        engine.failures.on_fatal = self._on_fatal
+        engine.failures.on_fatal = self._status.poisoned
         if settings.decoupled:
             streams = streaming.Streaming(engine, self._status)
             self._modes.callback(streams.close)
-            publisher.streams = streams.streams
-            self._answer: Callable[[Sequence[Request]], Any] = streams.start
+            kept["streams"] = streams.live
+            self._answer: Callable[[Sequence[Any]], Any] = streams.start
         else:
             answers = answering.Answering(engine)
-            publisher.sequences = answers.sequences
+            if answers.sequences is not None:
+                kept["sequences"] = answers.sequences
             self._answer = answers.answer
             if settings.options.profile_dir is not None:
                 self._profile(answers.answer, settings.options.profile_dir)
-        publisher.start()
+        self._publisher.start()
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.
         gc.collect()
@@ -185,11 +186,7 @@ class TritonPythonModel:
             # The stub reports to the server that it has deleted the requests.
             logs.end_if_orphaned()
 
-    def _profile(
-        self,
-        answer: Callable[[Sequence[Request]], Any],
-        folder: str,
-    ) -> None:
+    def _profile(self, answer: Callable[[Sequence[Any]], Any], folder: str) -> None:
         """Record the first batches, after one that warms the profiler up."""
         from torch import profiler
 
@@ -200,7 +197,7 @@ class TritonPythonModel:
         )
         self._modes.enter_context(profile)
 
-        def profiled(requests: Sequence[Request]) -> Any:
+        def profiled(requests: Sequence[Any]) -> Any:
             responses = answer(requests)
             try:
                 profile.step()
@@ -210,14 +207,6 @@ class TritonPythonModel:
             return responses
 
         self._answer = profiled
-
-    def _on_fatal(self, reason: str) -> None:
-        """Report, with the cause in a few words, that no requests are answered any more."""
-        self._status.poisoned(reason)
-        log.error(
-            "instance %s is poisoned and refuses all requests until the model is reloaded.",
-            self._settings.instance,
-        )
 
     def finalize(self) -> None:
         """Release the model; Triton calls this before a healthy instance ends. May be repeated."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch_py_backend.adapter import logs, messages, tracing
+from torch_py_backend.adapter import logs, messages
 from torch_py_backend.adapter.messages import Request, Response, Responses
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
@@ -36,12 +36,7 @@ class Answering:
         self._failures, self._counts, self._model = engine.failures, engine.counts, config.name
         self._last_seconds = 0.0  # of the last batch
         self._in_sequences = config.sequencing is not None
-        read: messages.Read = messages.read
-        if self._in_sequences:
-            read = messages.sequence_reader(engine)
-        elif engine.hooks is not None and engine.hooks.takes_parameters:  # which take time
-            read = messages.read_with_parameters
-        self._read = tracing.traced(read) or read
+        self._read = messages.reader(engine)
         self.sequences = Sequences(config, engine.device) if config.states else None
         # A writer counts all requests, also those that only fill a slot of a sequence.
         outputs = [spec.name for spec in config.outputs]
@@ -51,19 +46,19 @@ class Answering:
     def answer(self, requests: Sequence[Request]) -> Sequence[Response]:
         """Return one response for each request, in order."""
         began = time.perf_counter()
-        fatal = self._failures.fatal
-        if fatal is not None:
-            fatal.reported = False  # it is in the log
-            return self._respond(requests, [fatal] * len(requests))
+        if self._failures.fatal is not None:
+            return self._respond(requests, [self._failures.fatal] * len(requests))
+        entries: Sequence[Entry]
+        try:
+            entries = self._read(requests)
+        except Exception:  # it is found by reading the requests one by one
+            entries = [messages.read_one(self._read, one, self._failures) for one in requests]
         # Cancelled steps of a sequence run, too: the next step needs their states.
         checks = not self._in_sequences and self._last_seconds > len(requests) * CHECK_CANCELLED_S
-        all_read = not (checks and any(request.is_cancelled() for request in requests))
-        try:
-            entries: Sequence[Entry] = self._read(requests) if all_read else ()
-        except Exception:  # it is found by reading the requests one by one
-            all_read = False
-        if not all_read:
-            entries = [self._read_one(request, checks) for request in requests]
+        left = [request.is_cancelled() for request in requests] if checks else []
+        if any(left):
+            pairs = zip(entries, left, strict=True)
+            entries = [CancelledError() if is_left else entry for entry, is_left in pairs]
         try:
             results = self._run(entries)
         except BaseException as error:  # Triton would send the traceback to every client
@@ -73,25 +68,11 @@ class Answering:
             responses: Sequence[Response] = results
         else:
             responses = self._respond(requests, results)
-        if all_read:  # what was refused says nothing of how long the next batch takes
+        if not any(left):  # what is not run says nothing of how long the next batch takes
             self._last_seconds = time.perf_counter() - began
         return responses
 
-    def _read_one(self, request: Request, checks_cancelled: bool) -> Entry:  # noqa: FBT001
-        """Return what is read of a request, or why it is refused."""
-        try:
-            if checks_cancelled and request.is_cancelled():
-                return CancelledError()
-            (item,) = self._read((request,))
-        except Exception as error:
-            return self._failures.unreadable(error)
-        return item
-
-    def _respond(
-        self,
-        requests: Sequence[Request],
-        results: Sequence[Any],
-    ) -> Sequence[Response]:
+    def _respond(self, requests: Sequence[Request], results: Sequence[Any]) -> list[Response]:
         """Return a response for each result; count them, and log failures."""
         responses: list[Response] = []
         failed: list[tuple[BackendError, str]] = []
@@ -107,9 +88,10 @@ class Answering:
             code = OK
             if isinstance(result, BackendError):
                 code = result.code
-                if result.reported:
-                    failed.append((result, messages.request_id(request)))
+                failed.append((result, messages.request_id(request)))
             if not self._in_sequences or request.correlation_id():  # not one that fills a slot
                 self._counts.count_requests(code)
         logs.report(failed)
+        if self._failures.fatal is not None:  # it is in the log
+            self._failures.fatal.reported = False
         return responses

@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
-from itertools import islice
 
 import triton_python_backend_utils as pb_utils
 
@@ -22,11 +21,9 @@ from torch_py_backend.errors import BackendError, join_names
 log = logging.getLogger(__name__)
 
 _SERVER = os.getppid()
-# The most reports of one batch in the log; equal ones are merged.
-_MOST = 8
-# The log gets the beginning and the end of a longer text: an exception's message may contain
-# megabytes of a client's text, and Triton passes log messages through shared memory.
-_MOST_CHARACTERS = 1 << 16
+# A longer text is cut: an exception's message may contain megabytes of a client's text, and Triton
+# passes log messages through shared memory.
+_MOST_CHARACTERS = 1 << 17
 
 
 def end_if_orphaned() -> None:
@@ -51,11 +48,9 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if self.warnings is not None and record.levelno >= logging.WARNING:
             self.warnings.append(record.getMessage().partition("\n")[0])
-        logger = pb_utils.Logger
         # Triton's logger raises for text that is not UTF-8, as an exception's message may be.
-        text = self.format(record).encode(errors="replace").decode()
-        if len(text) > 2 * _MOST_CHARACTERS:
-            text = f"{text[:_MOST_CHARACTERS]} […] {text[-_MOST_CHARACTERS:]}"
+        text = self.format(record)[:_MOST_CHARACTERS].encode(errors="replace").decode()
+        logger = pb_utils.Logger
         if os.getppid() != _SERVER:  # or the model has forked this process
             sys.stderr.write(f"{text}\n")
         else:
@@ -74,12 +69,11 @@ def install(model: str) -> LogHandler:
 
 
 def report(failed: Iterable[tuple[BackendError, str]]) -> None:
-    """Log errors of the requests of a batch, with their IDs."""
+    """Log errors of requests with their IDs, equal ones once, unless the clients caused them."""
     names: dict[tuple[str, str], list[str]] = {}
     for error, name in failed:
-        names.setdefault((str(error), error.traceback), []).append(name)
-    for (sentence, text), requests in islice(names.items(), _MOST):
+        if error.reported:
+            names.setdefault((str(error), error.traceback), []).append(name)
+    for (sentence, text), requests in names.items():
         who = join_names(dict.fromkeys(requests))
         log.error("%s (requests %s)%s", sentence, who, f"\n{text}" if text else "")
-    if len(names) > _MOST:
-        log.error("%d more failures of the same batch.", len(names) - _MOST)

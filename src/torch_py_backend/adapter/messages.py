@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -16,6 +17,8 @@ from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, named, printable
 from torch_py_backend.pipeline import batches
+from torch_py_backend.pipeline.failures import Failures
+from torch_py_backend.pipeline.run import Entry
 from torch_py_backend.values import Item, RequestItem, Step, Value
 
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
@@ -33,8 +36,27 @@ class Responses(list[Response]):
     """The responses of a batch without errors."""
 
 
-def read(requests: Sequence[Request]) -> list[Item]:
-    """Return each request's tensors by name: arrays with their own memory, or tensors on a GPU."""
+def reader(engine: Engine) -> Read:
+    """Return the function that reads requests for a model."""
+    read: Read = _read
+    if engine.config.sequencing is not None:
+        read = _sequence_reader(engine)
+    elif engine.hooks is not None and engine.hooks.takes_parameters:  # which take time
+        read = _read_with_parameters
+    return _traced(read)
+
+
+def read_one(read: Read, request: Request, failures: Failures) -> Entry:
+    """Return what is read of a request, or why it is refused."""
+    try:
+        (item,) = read((request,))
+    except Exception as error:  # from Triton's utilities, or because of a lost device
+        return failures.unreadable(error)
+    return item
+
+
+def _read(requests: Sequence[Request]) -> list[Item]:
+    """Return each request's tensors by name."""
     items: list[Item] = []
     for request in requests:  # loops, because a comprehension has a frame
         item: Item = {}
@@ -44,29 +66,15 @@ def read(requests: Sequence[Request]) -> list[Item]:
     return items
 
 
-def read_with_parameters(requests: Sequence[Request]) -> list[Item]:
+def _read_with_parameters(requests: Sequence[Request]) -> list[Item]:
     """Return each request's tensors by name, with its parameters: JSON, empty without any."""
     return [
         RequestItem(item, parameters=json.loads(request.parameters() or "{}"))
-        for item, request in zip(read(requests), requests, strict=True)
+        for item, request in zip(_read(requests), requests, strict=True)
     ]
 
 
-def read_kept(requests: Sequence[Request]) -> list[Item]:
-    """Return requests' tensors for use after execute() has returned.
-
-    Triton owns the memory of tensors on the GPU. They are copied before Triton reuses that memory.
-    """
-    items = read(requests)
-    for item in items:
-        for name, value in item.items():
-            if isinstance(value, Tensor) and value.is_cuda:
-                item[name] = value.clone()
-                torch.cuda.synchronize(value.device)
-    return items
-
-
-def sequence_reader(engine: Engine) -> Read:
+def _sequence_reader(engine: Engine) -> Read:
     """Return a function that reads the steps of sequences, without their states.
 
     A step of a model with states that cannot be read has the error. Otherwise the model keeps its
@@ -77,7 +85,7 @@ def sequence_reader(engine: Engine) -> Read:
     starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
     ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
 
-    def read_one(request: Request) -> Item:
+    def read_step(request: Request) -> Item:
         item: Item = {}
         flags = request.flags()
         step = Step(request.correlation_id(), bool(flags & starts), bool(flags & ends))
@@ -85,35 +93,60 @@ def sequence_reader(engine: Engine) -> Read:
             for tensor in request.inputs():
                 name = tensor.name()
                 if name in origins:  # Triton passes uninitialized memory for states
-                    item[name] = read_tensor(tensor)
+                    item[name] = value = read_tensor(tensor)
                     if not step.id and origins[name] is Origin.CLIENT:  # and here
-                        _blank(item[name])
+                        blank: Any = b"" if getattr(value.dtype, "hasobject", False) else 0
+                        value[...] = blank
         except Exception as error:
             if not config.states:
                 raise
             step, item = step._replace(error=engine.failures.unreadable(error)), {}
         return RequestItem(item, step=step)
 
-    return lambda requests: list(map(read_one, requests))
+    return lambda requests: list(map(read_step, requests))
 
 
-def _blank(value: Value) -> None:
-    if isinstance(value, Tensor):
-        value.zero_()
-    else:
-        value.fill(b"" if value.dtype.hasobject else 0)
+def _traced(read: Read) -> Read:
+    """Return a function that reads requests and adds the trace contexts of those that have one.
+
+    Triton makes the spans of a request. Its context is OpenTelemetry's current one in the model's
+    code: code that makes spans, or calls other services, continues the trace. The server (before
+    24.04), or the process, which lacks opentelemetry-api, may have no traces.
+    """
+    try:
+        from opentelemetry import trace  # noqa: PLC0415
+        from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
+    except ImportError:
+        return read
+    if not hasattr(pb_utils.InferenceRequest, "trace"):
+        return read
+    extract = tracecontext.TraceContextTextMapPropagator().extract
+
+    def read_traced(requests: Sequence[Request]) -> list[Item]:
+        items = read(requests)
+        for place, (request, item) in enumerate(zip(requests, items, strict=True)):
+            fields = request.trace().get_context()
+            if fields:
+                span = trace.get_current_span(extract(json.loads(fields)))
+                found = item if isinstance(item, RequestItem) else RequestItem(item)
+                found.context = partial(trace.use_span, span)
+                items[place] = found
+        return items
+
+    return read_traced
 
 
 def read_tensor(tensor: Any) -> Value:
-    """Convert one of Triton's tensors to an array with its own memory, or to a tensor."""
-    value: Value
+    """Convert one of Triton's tensors to an array or a tensor with its own memory."""
     try:
-        value = tensor.as_numpy()
+        array: Value = tensor.as_numpy()
     except pb_utils.TritonModelException:  # on a GPU, or BF16, which numpy does not have
-        value = dlpack.from_dlpack(tensor.to_dlpack())
-        # Triton's memory on the host is unaligned, and invalid after execute() has returned.
-        value = value if value.is_cuda else value.clone()
-    return value
+        # Triton's memory is unaligned on the host, and may be used again after execute().
+        value = dlpack.from_dlpack(tensor.to_dlpack()).clone()
+        if value.is_cuda:
+            torch.cuda.synchronize(value.device)
+        return value
+    return array
 
 
 def request_id(request: Request) -> str:
@@ -122,7 +155,7 @@ def request_id(request: Request) -> str:
 
 
 def write(result: Any, model: str) -> Response:
-    """Return a response with outputs by name, or with an error; a response as it is."""
+    """Return a response with outputs by name, or with an error; a response, or None, as it is."""
     if isinstance(result, dict):
         return pb_utils.InferenceResponse(list(map(write_tensor, result, result.values())))
     if isinstance(result, BackendError):

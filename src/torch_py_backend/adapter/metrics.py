@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
@@ -24,10 +24,8 @@ import triton_python_backend_utils as pb_utils
 from torch_py_backend.adapter import logs
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.streams import Streams
 from torch_py_backend.errors import summarize
 from torch_py_backend.pipeline.run import CODES
-from torch_py_backend.pipeline.sequences import Sequences
 from torch_py_backend.processes.instance_status import InstanceStatus
 
 log = logging.getLogger(__name__)
@@ -65,12 +63,7 @@ class Family(NamedTuple):
         return ("model", "version", *instance, *([self.label] if self.label else []))
 
 
-def _counter(
-    field: str,
-    doc: str,
-    label: str = "",
-    labels: Iterable[str] = (),
-) -> Family:
+def _counter(field: str, doc: str, label: str = "", labels: Iterable[str] = ()) -> Family:
     """Return the row of a field of `Counts`, which is a dict if the family has a label.
 
     Series of `labels` exist from the beginning: Prometheus sees the first count as an increase.
@@ -113,17 +106,13 @@ TABLE: tuple[Family, ...] = (
     Family(
         "pytorch_py_live_streams",
         "Streams of responses that have begun and not ended",
-        lambda of: {} if of.streams is None else {"": of.streams.live},
+        lambda of: {"": len(of.kept.get("streams", ()))},
     ),
-    Family(
-        "pytorch_py_stepped_streams_total",
-        "Streams in calls of step()",
-        lambda of: {} if of.streams is None else {"": of.streams.stepped},
-    ),
+    _counter("stepped_streams", "Streams in calls of step()"),
     Family(
         "pytorch_py_sequences",
         "Sequences whose states are kept",
-        lambda of: {} if of.sequences is None else {"": len(of.sequences)},
+        lambda of: {"": len(of.kept.get("sequences", ()))},
     ),
     Family(
         "pytorch_py_device_memory_allocated_bytes",
@@ -145,19 +134,16 @@ TABLE: tuple[Family, ...] = (
 
 
 class Publisher:
-    """Publishes an instance's counters and gauges until it is closed.
+    """Publishes an instance's counters and gauges until it is closed, or Triton refuses one.
 
-    Attributes:
-        streams: the streams of a decoupled model, set before the start.
-        sequences: the states of a model with sequences, set before the start.
+    Args:
+        kept: its live streams, or its sequences with states.
     """
 
-    def __init__(self, engine: Engine, status: InstanceStatus) -> None:
+    def __init__(self, engine: Engine, status: InstanceStatus, kept: Mapping[str, Sized]) -> None:
         self.engine: Engine = engine
         self.status: InstanceStatus = status
-        self.streams: Streams | None = None
-        self.sequences: Sequences | None = None
-        self._table = TABLE  # empty once Triton has refused a value
+        self.kept: Mapping[str, Sized] = kept
         # Triton's metrics and their last values, by the family's name and the value of its label.
         self._series: dict[tuple[str, str], tuple[Any, float]] = {}
         self._closed = threading.Event()
@@ -165,8 +151,8 @@ class Publisher:
 
     def start(self) -> None:
         """Publish for the first time, and then periodically."""
-        self.publish()
-        self._thread.start()
+        if self.publish():
+            self._thread.start()
 
     def close(self) -> None:
         """Publish the last counts and the end of the instance. May be called twice."""
@@ -174,50 +160,47 @@ class Publisher:
             self._closed.set()
             self._thread.join()
 
-    def publish(self) -> None:
-        """Publish all current values; the last time if Triton refuses one."""
+    def publish(self) -> bool:
+        """Publish all current values; return whether Triton takes them."""
         try:
-            for row in self._table:
-                # Gauges without a value any more become 0: all, once the instance has ended.
-                labels = [label for name, label in self._series if name == row.name]
-                ended = self._closed.is_set() and not row.grows
-                values = {} if ended else row.read(self)
-                for label, value in {**dict.fromkeys(labels, 0.0), **values}.items():
+            for row in TABLE:
+                for label, value in row.read(self).items():
                     self._publish(row, label, value)
         except Exception as error:
             log.warning("no more metrics are published: %s.", summarize(error))
-            self._table = ()
+            return False
+        return True
 
     def _publish(self, row: Family, label: str, value: float) -> None:
         logs.end_if_orphaned()
         key = row.name, label
-        metric, before = self._series.get(key) or self._create(row, label)
-        if row.grows and value > before:
-            metric.increment(value - before)
-        # Also the same value: an instance of the same name that ended since, as in a reload without
-        # a pause, has set it to 0. A 0 is set once: a server that ends meanwhile never answers.
-        elif not row.grows and (value or before):
-            metric.set(value)
+        if key not in self._series:
+            config, kinds = self.engine.config, pb_utils.MetricFamily
+            kind = kinds.COUNTER if row.grows else kinds.GAUGE
+            family = kinds(name=row.name, description=row.doc, kind=kind)
+            values = config.name, config.version, *([] if row.grows else [config.instance]), label
+            metric = family.Metric(labels=dict(zip(row.labels, values, strict=False)))
+            # Never freed, not even when the process ends: some servers then free memory that other
+            # instances of the model still use, and crash (triton-inference-server/server#8663).
+            for leaked in (family, metric):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))
+            self._series[key] = metric, 0.0 if row.grows else math.nan
+        metric, before = self._series[key]
+        if row.grows:
+            if value > before:
+                metric.increment(value - before)
+        else:
+            value = 0.0 if self._closed.is_set() else value
+            # Also the same value: an instance of the same name that ended since, as in a reload
+            # without a pause, has set it to 0. A 0 is set once: a server that ends meanwhile never
+            # answers.
+            if value or before:
+                metric.set(value)
         self._series[key] = metric, value
         time.sleep(0)  # release the GIL for a request
 
-    def _create(self, row: Family, label: str) -> tuple[Any, float]:
-        """Return Triton's metric for a family and the value of its own label, without a value."""
-        config = self.engine.config
-        values = (config.name, config.version, *([] if row.grows else [config.instance]), label)
-        kinds = pb_utils.MetricFamily
-        kind = kinds.COUNTER if row.grows else kinds.GAUGE
-        family = kinds(name=row.name, description=row.doc, kind=kind)
-        metric = family.Metric(labels=dict(zip(row.labels, values, strict=False)))
-        # Never freed, not even when the process ends: some servers then free memory that other
-        # instances of the model still use, and crash (triton-inference-server/server#8663).
-        for leaked in (family, metric):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(leaked))
-        return metric, 0.0 if row.grows else math.nan
-
     def _run(self) -> None:
-        closed = False
-        while not closed:
-            closed = self._closed.wait(_SECONDS)
-            logs.end_if_orphaned()
-            self.publish()
+        taken = True
+        while taken and not self._closed.is_set():
+            self._closed.wait(_SECONDS)
+            taken = self.publish()

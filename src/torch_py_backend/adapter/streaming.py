@@ -7,12 +7,13 @@ import contextlib
 import selectors
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import values
-from torch_py_backend.adapter import logs, messages, tracing
+from torch_py_backend.adapter import logs, messages
 from torch_py_backend.adapter.messages import Request
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
@@ -28,7 +29,7 @@ from torch_py_backend.pipeline.failures import reported
 from torch_py_backend.pipeline.run import OK, Entry
 from torch_py_backend.processes.instance_status import InstanceStatus
 
-# The interval of queries whether the client of a stream has gone.
+# The interval of queries whether clients have gone.
 _POLL_S = 0.1
 
 
@@ -38,7 +39,7 @@ class Streaming:
     Only the thread of the streams calls the model and counts.
 
     Attributes:
-        streams: the live streams.
+        live: the tasks of the live streams, by their clients.
 
     Args:
         status: is idle while the event loop waits.
@@ -46,11 +47,13 @@ class Streaming:
 
     def __init__(self, engine: Engine, status: InstanceStatus) -> None:
         self._engine = engine
-        self._read = tracing.traced(messages.read_kept) or messages.read_kept
+        self._read = messages.reader(engine)
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
-        self.streams = Streams(engine)
-        self._live: set[_Client] = set()
-        self._loop = asyncio.SelectorEventLoop(_Selector(status))
+        self._streams = Streams(engine)
+        self.live: dict[_Client, Any] = {}
+        selector = _Selector()
+        selector.status = status
+        self._loop = asyncio.SelectorEventLoop(selector)
         # The thread count is thread-local: a new thread starts with torch's default.
         self._thread = threading.Thread(
             target=self._drive, args=(torch.get_num_threads(),), name="streams", daemon=True
@@ -60,11 +63,7 @@ class Streaming:
     def start(self, requests: Sequence[Request]) -> None:
         """Start a stream for each request; while there are too many, wait and let Triton queue."""
         for request in requests:
-            entry: Entry
-            try:
-                (entry,) = self._read((request,))
-            except Exception as error:  # from Triton's utilities, or because of a lost device
-                entry = self._engine.failures.unreadable(error)
+            entry = messages.read_one(self._read, request, self._engine.failures)
             self._slots.acquire()
             stream = self._serve(entry, _Client(self._engine, request))
             with values.trace_context((entry,)):  # which the stream's task keeps
@@ -79,6 +78,7 @@ class Streaming:
         """Run streams until `close`."""
         torch.set_num_threads(threads)
         runtime.make_current(self._engine.device)
+        self._loop.call_soon(self._watch)
         with runtime.mode(self._engine.config.options):
             while True:
                 # asyncio lets them through, from a task that the model has started.
@@ -89,34 +89,28 @@ class Streaming:
         self._loop.close()
 
     async def _serve(self, entry: Entry, client: _Client) -> None:
-        client.task = asyncio.current_task()
-        self._live.add(client)
-        self._loop.call_later(_POLL_S, self._watch, client)
-        error = await self.streams.run(entry, client.send)
-        self._live.remove(client)
+        self.live[client] = asyncio.current_task()
+        error = await self._streams.run(entry, client.send)
+        del self.live[client]
         self._slots.release()
         client.end(client.refusal or error)
 
-    def _watch(self, client: _Client) -> None:
-        """Cancel the stream of a client that has gone; look again later.
-
-        After the final response, the query would read memory that Triton has freed: 24.10 dies.
-        """
-        if client.ended or client.refusal is not None:
-            return
+    def _watch(self) -> None:
+        """Cancel the streams of clients that have gone; look again later."""
         logs.end_if_orphaned()
-        with contextlib.suppress(pb_utils.TritonModelException):
-            if client.sender.is_cancelled() and client.task is not None:
-                client.refusal = CancelledError("in mid-stream")
-                client.task.cancel()
         # A query takes 26 microseconds: those of all streams take a twentieth of the time.
-        self._loop.call_later(max(_POLL_S, len(self._live) / 2000), self._watch, client)
+        self._loop.call_later(max(_POLL_S, len(self.live) / 2000), self._watch)
+        for client, task in self.live.items():
+            # After the final response, the query would read memory that Triton has freed: 24.10
+            # dies.
+            if not (client.ended or client.refusal) and client.sender.is_cancelled():
+                client.refusal = CancelledError("in mid-stream")
+                task.cancel()
 
     async def _finish(self) -> None:
         """End the streams, and the tasks that the model has started."""
-        await asyncio.sleep(0)  # a task that is cancelled before it begins would never run
         unloaded = "the model is unloaded in mid-stream"
-        for client in self._live:
+        for client in self.live:
             client.refusal = reported(UnavailableError(unloaded, cure="Retry later."))
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -127,14 +121,12 @@ class Streaming:
 class _Selector(selectors.DefaultSelector):
     """The selector of an event loop, which runs the model's code between two waits."""
 
-    def __init__(self, status: InstanceStatus) -> None:
-        super().__init__()
-        self._status = status
+    status: InstanceStatus
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._status.idle()
+        self.status.idle()
         events = super().select(timeout)
-        self._status.busy()
+        self.status.busy()
         return events
 
 
@@ -143,17 +135,15 @@ class _Client:
 
     Attributes:
         sender: Triton's sender of responses.
-        task: the task of its stream.
         refusal: why its stream was cancelled; None: it was not.
         ended: whether it got its final response.
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._name = engine, messages.request_id(request)
         self.sender = request.get_response_sender()
-        self.task: asyncio.Task[None] | None = None
         self.refusal: BackendError | None = None
         self.ended = False
-        self._engine, self._name = engine, messages.request_id(request)
 
     def send(self, response: Response, last: bool) -> bool:  # noqa: FBT001
         """Send a response; return whether the client takes more."""
@@ -174,10 +164,10 @@ class _Client:
             with contextlib.suppress(Exception):  # Triton has closed its side
                 self._send(error, True)  # noqa: FBT003
         self._engine.counts.count_requests(OK if error is None else error.code)
-        if error is not None and error.reported:
+        if error is not None:
             logs.report([(error, self._name)])
 
     def _send(self, result: Response | BackendError | None, last: bool) -> None:  # noqa: FBT001
         logs.end_if_orphaned()
-        response = None if result is None else messages.write(result, self._engine.config.name)
+        response = messages.write(result, self._engine.config.name)
         self.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)

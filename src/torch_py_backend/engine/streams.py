@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from functools import partial
@@ -25,11 +24,9 @@ from torch import Tensor
 from torch_py_backend import composition, values
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
+from torch_py_backend.errors import BackendError, OutputError, a_type, counted
 from torch_py_backend.pipeline.run import Entry
 from torch_py_backend.values import Item, Outcome, Value
-
-log = logging.getLogger(__name__)
 
 Response: TypeAlias = "dict[str, Value]"
 # Returns the outcome for a result of the model.
@@ -43,15 +40,9 @@ _END = object()
 
 
 class Streams:
-    """The streams of one model. Used within one event loop, and the context of the model's calls.
-
-    Attributes:
-        live: number of streams that have begun and not ended.
-        stepped: number of streams in all calls of step().
-    """
+    """The streams of one model, within one event loop and the context of the model's calls."""
 
     def __init__(self, engine: Engine) -> None:
-        self.live = self.stepped = 0
         self._engine = engine
         self._waiting: list[_Waiting] = []
         self._call_step: Any = engine.loaded.step
@@ -64,7 +55,6 @@ class Streams:
 
         `send` takes each response, and whether it is the last one; it returns whether to go on.
         """
-        self.live += 1
         state: object = None
         outcome: Outcome | None = None
         try:
@@ -79,9 +69,12 @@ class Streams:
                     if isinstance(outcome, dict) and not send(outcome, last):
                         break
             finally:
-                await _close(state)
-                self.live -= 1
                 self._engine.clean()
+                # A generator may have code for its end.
+                if isinstance(state, AsyncGenerator):
+                    await state.aclose()
+                elif isinstance(state, Generator):
+                    state.close()
         except BaseException as raised:
             return self._engine.failures.classify(raised)
         error = outcome if isinstance(outcome, BackendError) else None
@@ -186,9 +179,10 @@ class Streams:
         if failure is not None:
             if isinstance(failure, OutputError):  # with fewer streams, it may look right
                 failure.final = True
-            stepped = self.stepped
+            counts = self._engine.counts
+            stepped = counts.stepped_streams
             results = failures.halve(batch, self._step, failure, called)
-            self._engine.counts.retried_rows += self.stepped - stepped
+            counts.retried_rows += counts.stepped_streams - stepped
         for (_, _, future), result in zip(batch, results, strict=True):
             future.set_result((None, result) if isinstance(result, BackendError) else result)
 
@@ -198,7 +192,7 @@ class Streams:
         Raises:
             OutputError: step() has not returned a pair for each.
         """
-        self.stepped += len(batch)
+        self._engine.counts.stepped_streams += len(batch)
         with self._calling():
             returned = self._call_step([state for state, _, _ in batch])
         pairs = returned if isinstance(returned, list | tuple) else ()
@@ -212,17 +206,6 @@ class Streams:
             (state, None if outputs is None else extract(outputs))
             for (_, extract, _), (state, outputs) in zip(batch, pairs, strict=True)
         ]
-
-
-async def _close(stream: object) -> None:
-    """Close a generator, which may have code for its end."""
-    try:
-        if isinstance(stream, AsyncGenerator):
-            await stream.aclose()
-        elif isinstance(stream, Generator):
-            stream.close()
-    except BaseException as error:
-        log.warning("closing a stream raised %s.", summarize(error))
 
 
 def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:

@@ -54,6 +54,7 @@ class Counts:
         compiled_graphs: graphs that were compiled or loaded from the cache before READY.
         compile_cache: loads, by whether the compile cache had an entry: hit or miss.
         stream_responses: responses of streams.
+        stepped_streams: streams in all calls of step().
         preprocess_seconds: the time of successful batches in this stage; likewise below.
     """
 
@@ -65,6 +66,7 @@ class Counts:
     compiled_graphs: int = 0
     compile_cache: dict[str, int] = field(default_factory=dict)
     stream_responses: int = 0
+    stepped_streams: int = 0
     preprocess_seconds: float = 0.0
     gather_seconds: float = 0.0
     host_to_device_seconds: float = 0.0
