@@ -48,7 +48,8 @@ class Model:
         Raises:
             CallError: the model does not exist, refuses the inputs, or fails.
         """
-        _count()
+        global calls  # noqa: PLW0603  one process is one instance of one model
+        calls += 1
         return send(self, inputs)
 
     async def asynchronously(self, /, **inputs: object) -> Results:
@@ -57,18 +58,12 @@ class Model:
         Raises:
             CallError: as for a synchronous call.
         """
-        _count()
-        return await asyncio.to_thread(send, self, inputs)
+        return await asyncio.to_thread(self, **inputs)
 
 
 model = Model
 # The number of calls so far. A batch that has called other models is not run again.
 calls = 0
-
-
-def _count() -> None:
-    global calls  # noqa: PLW0603  one process is one instance of one model
-    calls += 1
 
 
 def _refuse(called: Model, inputs: Mapping[str, object]) -> Results:

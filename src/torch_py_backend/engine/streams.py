@@ -77,10 +77,7 @@ class Streams:
                     state.close()
         except BaseException as raised:
             return self._engine.failures.classify(raised)
-        error = outcome if isinstance(outcome, BackendError) else None
-        if error is None or error.reported:  # of a step
-            return error
-        return self._engine.failures.classify(error)
+        return outcome if isinstance(outcome, BackendError) else None
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
@@ -125,7 +122,7 @@ class Streams:
         try:
             columns = self._stages.extract(result, rows)
         except OutputError as error:
-            return error
+            return self._engine.failures.classify(error)
         began = time.perf_counter()
         if self._stages.fetch is not None:
             columns = self._stages.fetch(columns)
