@@ -165,14 +165,13 @@ class TritonPythonModel:
 
         self._engine = engine = load.build(self._settings, share)
         self._modes.callback(engine.close)
-        self._weights: sharing.MappedFiles | None = None
-        if engine.mapped.shared:
-            self._weights = sharing.MappedFiles(engine.loaded.artifact.weight_files())
+        mapped = engine.loaded.artifact.weight_files() if engine.mapped.shared else ()
+        self._mapped = sharing.MappedFiles(mapped)
         return engine
 
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
-        if self._weights is not None and (changed := self._weights.changed()):
+        if changed := self._mapped.changed():
             # Requests get 503 from now on, until the model is loaded again.
             reason = f"{changed} was written in place while its pages were in use"
             self._engine.failures.poison(reason)

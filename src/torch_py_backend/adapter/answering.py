@@ -16,7 +16,7 @@ from torch_py_backend.errors import (
     OutputError,
     summarize,
 )
-from torch_py_backend.pipeline.run import OK, Entry
+from torch_py_backend.pipeline.run import OK
 from torch_py_backend.pipeline.sequences import Sequences
 
 # The server process answers whether a request was cancelled, which takes about 0.1 ms. Requests are
@@ -48,11 +48,7 @@ class Answering:
         began = time.perf_counter()
         if self._failures.fatal is not None:
             return self._respond(requests, [self._failures.fatal] * len(requests))
-        entries: Sequence[Entry]
-        try:
-            entries = self._read(requests)
-        except Exception:  # it is found by reading the requests one by one
-            entries = [messages.read_one(self._read, one, self._failures) for one in requests]
+        entries = self._read(requests)
         # Cancelled steps of a sequence run, too: the next step needs their states.
         checks = not self._in_sequences and self._last_seconds > len(requests) * CHECK_CANCELLED_S
         left = [request.is_cancelled() for request in requests] if checks else []

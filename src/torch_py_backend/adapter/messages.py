@@ -17,7 +17,6 @@ from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, named, printable
 from torch_py_backend.pipeline import batches
-from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.run import Entry
 from torch_py_backend.values import Item, RequestItem, Step, Value
 
@@ -29,30 +28,31 @@ _MAX_ID_LENGTH = 64
 Request: TypeAlias = Any
 Response: TypeAlias = Any
 # Returns the item of each request; raises what Triton's utilities raise.
-Read: TypeAlias = "Callable[[Sequence[Request]], list[Item]]"
+_Read: TypeAlias = "Callable[[Sequence[Request]], list[Item]]"
 
 
 class Responses(list[Response]):
     """The responses of a batch without errors."""
 
 
-def reader(engine: Engine) -> Read:
-    """Return the function that reads requests for a model."""
-    read: Read = _read
+def reader(engine: Engine) -> Callable[[Sequence[Request]], Sequence[Entry]]:
+    """Return the function that reads requests for a model: their items, or why they are refused."""
+    read: _Read = _read
     if engine.config.sequencing is not None:
         read = _sequence_reader(engine)
     elif engine.hooks is not None and engine.hooks.takes_parameters:  # which take time
         read = _read_with_parameters
-    return _traced(read)
+    read = _traced(read)
 
+    def read_each(requests: Sequence[Request]) -> Sequence[Entry]:
+        try:
+            return read(requests)
+        except Exception as error:  # from Triton's utilities, or because of a lost device
+            if len(requests) == 1:
+                return [engine.failures.unreadable(error)]
+        return [entry for request in requests for entry in read_each([request])]
 
-def read_one(read: Read, request: Request, failures: Failures) -> Entry:
-    """Return what is read of a request, or why it is refused."""
-    try:
-        (item,) = read((request,))
-    except Exception as error:  # from Triton's utilities, or because of a lost device
-        return failures.unreadable(error)
-    return item
+    return read_each
 
 
 def _read(requests: Sequence[Request]) -> list[Item]:
@@ -74,7 +74,7 @@ def _read_with_parameters(requests: Sequence[Request]) -> list[Item]:
     ]
 
 
-def _sequence_reader(engine: Engine) -> Read:
+def _sequence_reader(engine: Engine) -> _Read:
     """Return a function that reads the steps of sequences, without their states.
 
     A step of a model with states that cannot be read has the error. Otherwise the model keeps its
@@ -106,7 +106,7 @@ def _sequence_reader(engine: Engine) -> Read:
     return lambda requests: list(map(read_step, requests))
 
 
-def _traced(read: Read) -> Read:
+def _traced(read: _Read) -> _Read:
     """Return a function that reads requests and adds the trace contexts of those that have one.
 
     Triton makes the spans of a request. Its context is OpenTelemetry's current one in the model's

@@ -62,8 +62,7 @@ class Streaming:
 
     def start(self, requests: Sequence[Request]) -> None:
         """Start a stream for each request; while there are too many, wait and let Triton queue."""
-        for request in requests:
-            entry = messages.read_one(self._read, request, self._engine.failures)
+        for request, entry in zip(requests, self._read(requests), strict=True):
             self._slots.acquire()
             stream = self._serve(entry, _Client(self._engine, request))
             with values.trace_context((entry,)):  # which the stream's task keeps
