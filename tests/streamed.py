@@ -268,7 +268,7 @@ _REFUSED = (
     ("yields_in_autocast", _AUTOCAST, config(_X, _Y), "yields within torch.autocast"),
     ("yields_rubbish", "def f(x):\n    yield {1}\n", config(_X, _Y), "output 'y' is a set"),
     # One stream alone would do.
-    ("steps_amiss", _AMISS, config(_X, _Y), "step() returned a list of 1 for 2 streams"),
+    ("steps_amiss", _AMISS, config(_X, _Y), "expected a list with 2 pairs"),
 )
 REFUSED = tuple(
     Scenario(name, scenarios.text(code), text, load_error=(says,))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the border: no torch before an instance has set its threads
 
 # The outputs of a model: tensors by name; strings are arrays of bytes.
 Results: TypeAlias = "dict[str, Any]"
+Inputs: TypeAlias = "Mapping[str, object]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ model = Model
 calls = 0
 
 
-def _refuse(called: Model, inputs: Mapping[str, object]) -> Results:
+def _refuse(called: Model, inputs: Inputs) -> Results:
     raise CallError(
         called.name,
         f"it was called with {join_names(inputs) or 'no inputs'} where no server executes"
@@ -76,7 +77,7 @@ def _refuse(called: Model, inputs: Mapping[str, object]) -> Results:
 
 
 # Sends a call to its model. An instance replaces it when its own model is ready.
-send: Callable[[Model, Mapping[str, object]], Results] = _refuse
+send: Callable[[Model, Inputs], Results] = _refuse
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def stand_in(functions: Mapping[str, Callable[..., Results]]) -> Iterator[None]:
     global send  # noqa: PLW0603  as `calls`
     before = send
 
-    def call(called: Model, inputs: Mapping[str, object]) -> Results:
+    def call(called: Model, inputs: Inputs) -> Results:
         if called.name in functions:
             return functions[called.name](**inputs)
         return before(called, inputs)

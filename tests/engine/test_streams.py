@@ -258,10 +258,10 @@ def test_a_stream_keeps_its_current_state_only() -> None:
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        ([], "a list of 0 for 1 stream"),
-        ([torch.ones(1)], "a list of 1 for 1 stream"),
-        ([(None, None, None)], "expected a list with a pair"),
-        (torch.ones(1, 2), "a Tensor"),
+        ([], "a list without a pair for each stream"),
+        ([torch.ones(1)], "a list without"),
+        ([(None, None, None)], "expected a list with 1 pair"),
+        (torch.ones(1), "a Tensor"),
     ],
 )
 def test_step_returns_something_else_than_pairs(returned: Any, says: str) -> None:

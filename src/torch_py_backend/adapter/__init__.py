@@ -46,6 +46,7 @@ class TritonPythonModel:
     """
 
     is_ready: Callable[[], bool]
+    _answer: Callable[..., Any]
 
     def __init__(self) -> None:
         # Before `initialize`: it is not known when a server looks for the method.
@@ -146,14 +147,14 @@ class TritonPythonModel:
             streams = streaming.Streaming(engine, self._status)
             self._modes.callback(streams.close)
             kept["streams"] = streams.live
-            self._answer: Callable[[Sequence[Any]], Any] = streams.start
+            self._answer = streams.start
         else:
             answers = answering.Answering(engine)
             if answers.sequences is not None:
                 kept["sequences"] = answers.sequences
             self._answer = answers.answer
             if settings.options.profile_dir is not None:
-                self._profile(answers.answer, settings.options.profile_dir)
+                self._profile(settings.options.profile_dir)
         self._publisher.start()
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.
@@ -185,7 +186,7 @@ class TritonPythonModel:
             # The stub reports to the server that it has deleted the requests.
             logs.end_if_orphaned()
 
-    def _profile(self, answer: Callable[[Sequence[Any]], Any], folder: str) -> None:
+    def _profile(self, folder: str) -> None:
         """Record the first batches, after one that warms the profiler up."""
         from torch import profiler
 
@@ -195,8 +196,9 @@ class TritonPythonModel:
             on_trace_ready=profiler.tensorboard_trace_handler(folder, name, use_gzip=True),
         )
         self._modes.enter_context(profile)
+        answer = self._answer
 
-        def profiled(requests: Sequence[Any]) -> Any:
+        def profiled(requests: Any) -> Any:
             responses = answer(requests)
             try:
                 profile.step()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from torch_py_backend.adapter import logs, messages
-from torch_py_backend.adapter.messages import Request, Response, Responses
+from torch_py_backend.adapter.messages import Requests, Response, Responses
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -16,7 +15,7 @@ from torch_py_backend.errors import (
     OutputError,
     summarize,
 )
-from torch_py_backend.pipeline.run import OK
+from torch_py_backend.pipeline.run import OK, Results
 from torch_py_backend.pipeline.sequences import Sequences
 
 # The server process answers whether a request was cancelled, which takes about 0.1 ms. Requests are
@@ -43,7 +42,7 @@ class Answering:
         writer = None if self._in_sequences else messages.writer(outputs)
         self._run = engine.pipeline(writer, self.sequences)
 
-    def answer(self, requests: Sequence[Request]) -> Sequence[Response]:
+    def answer(self, requests: Requests) -> Sequence[Response]:
         """Return one response for each request, in order."""
         began = time.perf_counter()
         if self._failures.fatal is not None:
@@ -68,7 +67,7 @@ class Answering:
             self._last_seconds = time.perf_counter() - began
         return responses
 
-    def _respond(self, requests: Sequence[Request], results: Sequence[Any]) -> list[Response]:
+    def _respond(self, requests: Requests, results: Results) -> list[Response]:
         """Return a response for each result; count them, and log failures."""
         responses: list[Response] = []
         failed: list[tuple[BackendError, str]] = []

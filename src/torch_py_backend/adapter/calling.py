@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,13 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
 from torch_py_backend.adapter import messages
-from torch_py_backend.composition import Model, Results
+from torch_py_backend.composition import Inputs, Model, Results
 from torch_py_backend.errors import CallError, a_type, sanitize_line
 from torch_py_backend.pipeline.run import CODES, OK
 from torch_py_backend.values import Value, to_column
 
 
-def send(own: str, called: Model, inputs: Mapping[str, object]) -> Results:
+def send(own: str, called: Model, inputs: Inputs) -> Results:
     """Send a call of the model `own` to another one; return the outputs by name.
 
     Raises:
@@ -62,7 +61,7 @@ def _value(called: Model, name: str, value: Any) -> Value:
     if isinstance(value, Tensor):
         # Triton's utilities would send the values without a pending negation.
         return value.detach().resolve_neg().contiguous()
-    if isinstance(value, bool | int | float | np.bool_ | np.number):
+    if isinstance(value, int | float | np.bool_ | np.number):
         return torch.tensor(value)
     array = np.array(value, dtype=np.object_) if isinstance(value, str | bytes | list) else value
     if isinstance(array, np.ndarray):

@@ -17,8 +17,8 @@ from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, named, printable
 from torch_py_backend.pipeline import batches
-from torch_py_backend.pipeline.run import Entry
-from torch_py_backend.values import Item, RequestItem, Step, Value
+from torch_py_backend.pipeline.run import Entries, Results, Scatter
+from torch_py_backend.values import Columns, Item, Items, RequestItem, Step, Value
 
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
 DLPACK_BYTES = 4096
@@ -26,17 +26,20 @@ _MAX_ID_LENGTH = 64
 
 # `pb_utils.InferenceRequest` and `InferenceResponse`.
 Request: TypeAlias = Any
+Requests: TypeAlias = "Sequence[Request]"
 Response: TypeAlias = Any
 # Returns the item of each request; raises what Triton's utilities raise.
-_Read: TypeAlias = "Callable[[Sequence[Request]], list[Item]]"
+_Read: TypeAlias = "Callable[[Requests], list[Item]]"
+# Returns the item of each request, or why it is refused.
+Read: TypeAlias = "Callable[[Requests], Entries]"
 
 
 class Responses(list[Response]):
     """The responses of a batch without errors."""
 
 
-def reader(engine: Engine) -> Callable[[Sequence[Request]], Sequence[Entry]]:
-    """Return the function that reads requests for a model: their items, or why they are refused."""
+def reader(engine: Engine) -> Read:
+    """Return the function that reads requests for a model."""
     read: _Read = _read
     if engine.config.sequencing is not None:
         read = _sequence_reader(engine)
@@ -44,7 +47,7 @@ def reader(engine: Engine) -> Callable[[Sequence[Request]], Sequence[Entry]]:
         read = _read_with_parameters
     read = _traced(read)
 
-    def read_each(requests: Sequence[Request]) -> Sequence[Entry]:
+    def read_each(requests: Requests) -> Entries:
         try:
             return read(requests)
         except Exception as error:  # from Triton's utilities, or because of a lost device
@@ -55,7 +58,7 @@ def reader(engine: Engine) -> Callable[[Sequence[Request]], Sequence[Entry]]:
     return read_each
 
 
-def _read(requests: Sequence[Request]) -> list[Item]:
+def _read(requests: Requests) -> list[Item]:
     """Return each request's tensors by name."""
     items: list[Item] = []
     for request in requests:  # loops, because a comprehension has a frame
@@ -66,7 +69,7 @@ def _read(requests: Sequence[Request]) -> list[Item]:
     return items
 
 
-def _read_with_parameters(requests: Sequence[Request]) -> list[Item]:
+def _read_with_parameters(requests: Requests) -> list[Item]:
     """Return each request's tensors by name, with its parameters: JSON, empty without any."""
     return [
         RequestItem(item, parameters=json.loads(request.parameters() or "{}"))
@@ -122,7 +125,7 @@ def _traced(read: _Read) -> _Read:
         return read
     extract = tracecontext.TraceContextTextMapPropagator().extract
 
-    def read_traced(requests: Sequence[Request]) -> list[Item]:
+    def read_traced(requests: Requests) -> list[Item]:
         items = read(requests)
         for place, (request, item) in enumerate(zip(requests, items, strict=True)):
             fields = request.trace().get_context()
@@ -165,7 +168,7 @@ def write(result: Any, model: str) -> Response:
     return result
 
 
-def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
+def writer(names: Sequence[str]) -> Scatter:
     """Return a function that makes responses of a batch's outputs in as few calls as possible.
 
     It takes the place of `scatter` of a pipeline. If Triton refuses an output, it returns outputs
@@ -173,9 +176,7 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
     """
     response = pb_utils.InferenceResponse
 
-    def write_batch(
-        outputs: Sequence[Value], sizes: Sequence[int], _: Sequence[Item]
-    ) -> Sequence[Any]:
+    def write_batch(outputs: Columns, sizes: Sequence[int], _: Items) -> Results:
         try:
             written = map(_written, names, outputs, repeat(sizes))
             return Responses(map(response, map(list, zip(*written, strict=True))))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import selectors
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import values
 from torch_py_backend.adapter import logs, messages
-from torch_py_backend.adapter.messages import Request
+from torch_py_backend.adapter.messages import Request, Requests
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Response, Streams
@@ -60,7 +59,7 @@ class Streaming:
         )
         self._thread.start()
 
-    def start(self, requests: Sequence[Request]) -> None:
+    def start(self, requests: Requests) -> None:
         """Start a stream for each request; while there are too many, wait and let Triton queue."""
         for request, entry in zip(requests, self._read(requests), strict=True):
             self._slots.acquire()
@@ -122,7 +121,7 @@ class _Selector(selectors.DefaultSelector):
 
     status: InstanceStatus
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+    def select(self, timeout: float | None = None) -> Any:
         self.status.idle()
         events = super().select(timeout)
         self.status.busy()

@@ -25,10 +25,12 @@ from torch_py_backend import composition, values
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted
-from torch_py_backend.pipeline.run import Entry
-from torch_py_backend.values import Item, Outcome, Value
+from torch_py_backend.pipeline.run import Entries, Entry, Results, Run
+from torch_py_backend.values import Outcome, Value
 
 Response: TypeAlias = "dict[str, Value]"
+# Takes a response, and whether it is the last one; returns whether to go on.
+Send: TypeAlias = "Callable[[Response, bool], bool]"
 # Returns the outcome for a result of the model.
 _Extract: TypeAlias = "Callable[[object], Outcome]"
 # What follows: the next state, or the iterator; None at the end of the stream. And the outcome,
@@ -48,13 +50,8 @@ class Streams:
         self._call_step: Any = engine.loaded.step
         self._stages = engine.stages
 
-    async def run(
-        self, entry: Entry, send: Callable[[Response, bool], bool]
-    ) -> BackendError | None:
-        """Run one stream to its end; return its error, None without one.
-
-        `send` takes each response, and whether it is the last one; it returns whether to go on.
-        """
+    async def run(self, entry: Entry, send: Send) -> BackendError | None:
+        """Run one stream to its end; return its error, None without one."""
         state: object = None
         outcome: Outcome | None = None
         try:
@@ -192,29 +189,29 @@ class Streams:
         self._engine.counts.stepped_streams += len(batch)
         with self._calling():
             returned = self._call_step([state for state, _, _ in batch])
-        pairs = returned if isinstance(returned, list | tuple) else ()
-        if [isinstance(pair, tuple) and len(pair) for pair in pairs] != [2] * len(batch):
-            items = f"a list of {len(returned)}" if isinstance(returned, list) else a_type(returned)
+        try:
+            pairs = [(state, outputs) for _, (state, outputs) in zip(batch, returned, strict=True)]
+        except (TypeError, ValueError):
             raise OutputError(
-                f"step() returned {items} for {counted(len(batch), 'stream')}",
-                expected="a list with a pair (next state, outputs) for each stream",
-            )
+                f"step() returned {a_type(returned)} without a pair for each stream",
+                expected=f"a list with {counted(len(batch), 'pair')} (next state, outputs)",
+            ) from None
         return [
             (state, None if outputs is None else extract(outputs))
             for (_, extract, _), (state, outputs) in zip(batch, pairs, strict=True)
         ]
 
 
-def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
+def trial(engine: Engine) -> Run:
     """Return a function that runs the first three responses of each item's stream.
 
     Its outcomes are the errors of the streams, or empty.
     """
 
-    async def run(items: Sequence[Item]) -> Sequence[Outcome]:
+    async def run(items: Entries) -> Results:
         streams = Streams(engine)
 
-        def first(item: Item) -> Any:
+        def first(item: Entry) -> Any:
             more = iter((True, True))
             return streams.run(item, lambda _response, _last: next(more, False))
 
