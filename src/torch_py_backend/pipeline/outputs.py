@@ -261,5 +261,6 @@ def to_value(name: str, part: object) -> Value:
             return array
     raise OutputError(
         f"output '{name}' is {a_type(part)}",
-        expected="a tensor, an array, or a list of str or bytes",
+        expected="a tensor, an array, or a list of str or bytes; a generator needs"
+        " model_transaction_policy { decoupled: true } in config.pbtxt",
     )
