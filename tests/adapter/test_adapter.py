@@ -49,7 +49,7 @@ def test_weights_that_are_written_in_place(change: str, tmp_path: Path) -> None:
             file.truncate(path.stat().st_size + 1 if change == "truncate" else None)
             file.seek(0, os.SEEK_END)
             file.write(b"\0")
-    model._mapped._due = 0.0
+    model._engine._looks_at = 0.0
     for _ in range(2):
         (response,) = model.execute([request(1)])
         error = response.error()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,62 @@ def test_call_that_the_package_does_not_take_runs_eagerly(
     assert caplog.text.count("runs eagerly") <= 1
 
 
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _garble(path: Path) -> None:
+    content = path.read_bytes()
+    place = content.index(b".note")
+    path.write_bytes(content[:place] + bytes(200) + content[place + 200 :])
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [(".pt2", _truncate), (".pt2", _garble), (".safetensors", _truncate)],
+)
+def test_damaged_package_is_built_again(
+    suffix: str,
+    damage: Callable[[Path], None],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "copy" / build.MODEL))
+    damage(next(copied.rglob(f"compile_cache/aoti/*{suffix}")))
+    built: list[Any] = []
+
+    def write(*arguments: Any) -> None:
+        built.append(arguments)
+        shutil.copytree(folder, copied, dirs_exist_ok=True)
+
+    monkeypatch.setattr(child_process, "run", write)
+    engine = loaded(settings(copied))
+    assert len(built) == 1
+    assert "cannot be read, and is built again: " in caplog.text
+    assert isinstance(engine.loaded.module, aoti.Packaged)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("calls", "sizes"),
+    [
+        ([(2, (2, 8)), (2, (2, 6)), (3, (3, 8)), (1, (1, 6))], [(0, 0, 1), (0, 1, 2)]),
+        ([(2, (8, 2)), (2, (6, 2)), (3, (6, 3))], [(0, 0, 2), (0, 1, 1)]),
+        ([(2, (4, 3)), (3, (4, 3)), (8, (8, 3))], [(0, 0, 1)]),
+        ([(0, (4,)), (0, (3,))], [(0, 0, 2)]),
+        ([(0, (4,)), (0, (4,))], []),
+    ],
+    ids=["rows first", "rows last", "buckets", "no batch", "fixed"],
+)
+def test_sizes_of_a_package(
+    calls: list[tuple[int, torch.Size]], sizes: list[tuple[int, int, int]]
+) -> None:
+    """A size of 1 is taken where it is one row; the module takes the others."""
+    assert aoti._sizes([(rows, [shape]) for rows, shape in calls]) == sizes
+
+
 _BRANCH = """
 from torch import nn
 
@@ -173,5 +230,5 @@ def test_module_that_cannot_be_packaged_fails_the_load(
     build.write(tmp_path, "model.py", source)
     arguments = settings(tmp_path, parameters=_OPTIONS | {"WEIGHTS": {"string_value": "none"}})
     with pytest.raises(LoadError, match=reason) as raised:
-        aoti.build(arguments, str(tmp_path / "x.pt2"))
+        load.write_package(arguments, str(tmp_path / "x.pt2"))
     assert "Remove aoti from OPTIMIZE" in str(raised.value)

@@ -20,7 +20,6 @@ from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine import load, sharing, warmup
 from torch_py_backend.engine.sharing import SharedWeights
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.processes import instance_status
 
 # A complete instance. For each line it prints the output for ones, or the code of the error; for
 # "double" it doubles its weights before.
@@ -29,7 +28,6 @@ import sys
 from pathlib import Path
 import build, numpy, torch
 from torch_py_backend.config.threads import Threads
-from torch_py_backend.processes import instance_status
 from torch_py_backend.engine import load, warmup
 from torch_py_backend.engine import sharing
 
@@ -95,9 +93,16 @@ def test_instances_have_one_copy(model: nn.Module, start: Start, tmp_path: Path)
 
 
 @pytest.fixture
-def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
-    """Instances in this process that share the weights of a module; the first one owns them."""
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A temporary folder, in which no offer stays."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
+
+
+@pytest.fixture
+def join(scratch: None, tmp_path: Path) -> Iterator[Join]:
+    """Instances in this process that share the weights of a module; the first one owns them."""
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     joined: list[SharedWeights] = []
@@ -112,7 +117,6 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     for shared in joined:
         shared.close()
     torch.multiprocessing.set_sharing_strategy(strategy)
-    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
 class Tied(nn.Module):
@@ -182,18 +186,6 @@ def test_the_owner_of_a_later_load_ends(join: Join) -> None:
     owner.close()
 
 
-@pytest.mark.parametrize("supervised", [False, True])
-def test_a_warning_without_serve(
-    supervised: bool, join: Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Only `serve` loads a model again whose owner of the weights has ended."""
-    monkeypatch.delenv(instance_status.VARIABLE, raising=False)
-    if supervised:
-        monkeypatch.setenv(instance_status.VARIABLE, "/status")
-    join(nn.Linear(4, 3))
-    assert ("503 until the model is loaded again" in caplog.text) is not supervised
-
-
 class Counting(nn.Module):
     count: torch.Tensor
 
@@ -206,21 +198,19 @@ class Counting(nn.Module):
         return x[:, :3] + self.count
 
 
-@pytest.mark.usefixtures("process")
+@pytest.mark.usefixtures("process", "scratch")
 def test_a_model_that_writes_to_its_weights_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sharing, "requested", lambda config: True)
     (tmp_path / "1").mkdir()
     scenarios.python(Counting)(tmp_path / "1")
     scenarios.safe({"count": torch.zeros(3)})(tmp_path / "1")
     outputs = (build.spec("y", dims=(3,)),)
     engine = load.build(build.config(tmp_path, outputs=outputs), Threads(1, 1))
-    with pytest.raises(ConfigError, match="writes to its buffers"):
+    with pytest.raises(ConfigError, match=r"forward\(\) changes count of the model"):
         warmup.run(engine)
     engine.close()
-    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
 def test_a_model_that_changes_attributes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,20 +162,15 @@ class TritonPythonModel:
         gc.freeze()
 
     def _build(self, share: threads.Threads) -> Engine:
-        from torch_py_backend.engine import load, sharing
+        from torch_py_backend.engine import load
 
         self._engine = engine = load.build(self._settings, share)
         self._modes.callback(engine.close)
-        mapped = engine.loaded.artifact.weight_files() if engine.mapped.shared else ()
-        self._mapped = sharing.MappedFiles(mapped)
         return engine
 
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
-        if changed := self._mapped.changed():
-            # Requests get 503 from now on, until the model is loaded again.
-            reason = f"{changed} was written in place while its pages were in use"
-            self._engine.failures.poison(reason)
+        self._engine.check_files()
         if self._settings.decoupled:  # the thread of the streams reports when it is busy
             return self._answer(requests)
         self._status.busy()

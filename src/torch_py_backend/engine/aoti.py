@@ -7,13 +7,15 @@ module, which the instances share. Calls that a package does not take run eagerl
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,21 +25,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_py_backend import files
-from torch_py_backend.config import model_config, threads
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import compilation, runtime, sharing, warmup
+from torch_py_backend.engine import compilation, sharing, warmup
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, LoadError, counted, join_names, summarize
-from torch_py_backend.loading import aotinductor, discovery, example_inputs, hooks, registry
-from torch_py_backend.loading.loaded import Forward, Loaded
+from torch_py_backend.errors import LoadError, counted, join_names, summarize
+from torch_py_backend.loading import aotinductor
+from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.differences import difference, tolerance
 from torch_py_backend.processes import child_process, instance_status
-from torch_py_backend.signature import binding
-from torch_py_backend.values import Tree, Value
+from torch_py_backend.values import Item, Tree
 
 log = logging.getLogger(__name__)
 
-_BUILD = "torch_py_backend.engine.aoti:build"
+_BUILD = "torch_py_backend.engine.load:write_package"
 # Seconds for an export, a compilation and a comparison.
 _LIMIT_S = 3600.0
 _CURE = (
@@ -54,14 +54,9 @@ _WITHOUT_WEIGHTS = {
     # A call with one row is compared with the module's; other sizes of 1 run eagerly.
     "aot_inductor.check_lowerbound": False,
 }
-# Rows of the calls whose sizes are compared: torch.export takes a size of 1 for a constant.
-_ROWS = (2, 3)
-# A size below this may need other code in a dimension of any size but the batch.
-_LEAST_SIZE = 2
 
-
-# The leaves of the arguments of a call, and their tree.
-Call: TypeAlias = "tuple[list[Tensor], pytree.TreeSpec]"
+# Of a call of the module: the rows of its batch, and the shapes of its leaves.
+_Shapes: TypeAlias = "tuple[int, list[torch.Size]]"
 
 
 class _Leaves(nn.Module):
@@ -86,26 +81,21 @@ class Packaged:
         close: removes temporary files.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        loaded: Loaded,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, path: Path, loaded: Loaded, device: torch.device) -> None:
         package, result, self.close = aotinductor.open_package(path, device)
         with safetensors.safe_open(path.with_suffix(_KEPT), "pt", str(device)) as kept:
             metadata = kept.metadata()
             tensors = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118  no dict
         if tensors:
             log.info("the compiled package has constants of its own: %s.", join_names(tensors))
-        tensors |= _named(loaded.owner)
+        tensors |= _named(loaded)
         # The package reads the memory of these tensors, which must stay as long as itself.
         self._tensors = {name: tensors[name] for name in package.get_constant_fqns()}
         package.load_constants(self._tensors, False, False, True)  # noqa: FBT003
         self._package, self._module = package, loaded.module
         self._result = None if result.is_leaf() else result
         self._tree = pytree.treespec_loads(metadata["tree"])
-        _, flat = pytree.tree_flatten(((0,) * self._tree.num_leaves, {}))
+        flat = pytree.tree_structure(((0,) * self._tree.num_leaves, {}))
         self._takes_leaves = self._tree == flat
         self._sizes: list[list[int]] = json.loads(metadata["sizes"])
         self.refusal = ""
@@ -116,8 +106,8 @@ class Packaged:
             leaves, tree = pytree.tree_flatten((args, kwargs))
             if tree != self._tree:  # an optional input is missing
                 return self._module(*args, **kwargs)
-        for leaf, dim in self._sizes:
-            if leaves[leaf].shape[dim] < _LEAST_SIZE:
+        for leaf, dim, least in self._sizes:
+            if leaves[leaf].shape[dim] < least:
                 return self._module(*args, **kwargs)
         try:
             outputs = self._package.run(list(leaves))
@@ -131,36 +121,35 @@ class Packaged:
         return outputs[0] if self._result is None else pytree.tree_unflatten(outputs, self._result)
 
 
-def _named(owner: nn.Module | None) -> dict[str, Tensor]:
+def _named(loaded: Loaded) -> dict[str, Tensor]:
     """Return the tensors of a module under the names that they have in a package."""
-    named = {} if owner is None else sharing.named(owner)
+    named = {} if loaded.owner is None else sharing.named(loaded.owner)
     return {f"owner.{name}": tensor.detach() for name, tensor in named.items()}
 
 
-def packaged(
-    config: ModelConfig,
-    loaded: Loaded,
-    device: torch.device,
-) -> Loaded:
+def packaged(config: ModelConfig, loaded: Loaded, device: torch.device) -> Loaded:
     """Return the model with a package in the place of its module; build that if it is missing.
 
     Raises:
         LoadError: the module cannot be exported or compiled, or the package differs from it.
     """
-    folder = compilation.cache_folder(config) / "aoti"
-    path = folder / f"{_key(config, loaded, device)}.pt2"
-    if not path.exists():
+    path = compilation.cache_folder(config) / "aoti" / f"{_key(config, loaded, device)}.pt2"
+    module = None
+    if path.exists():
+        try:
+            with zipfile.ZipFile(path) as archive:  # torch does not check that it is intact
+                if damaged := archive.testzip():
+                    raise zipfile.BadZipFile(damaged)
+            module = Packaged(path, loaded, device)
+        except Exception as error:  # a damaged file raises nearly anything
+            log.warning("%s cannot be read, and is built again: %s", path.name, summarize(error))
+    if module is None:
         log.info("AOTInductor compiles the model, which may take minutes.")
-        folder.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         arguments = {"arguments": dict(config.arguments), "path": str(path)}
         child_process.run(_BUILD, arguments, _LIMIT_S)
-    module = Packaged(path, loaded, device)
-
-    def close() -> None:
-        loaded.close()
-        module.close()
-
-    return dataclasses.replace(loaded, module=module, close=close)
+        module = Packaged(path, loaded, device)
+    return dataclasses.replace(loaded, module=module, close=module.close)
 
 
 def _key(config: ModelConfig, loaded: Loaded, device: torch.device) -> str:
@@ -183,114 +172,80 @@ def _key(config: ModelConfig, loaded: Loaded, device: torch.device) -> str:
     return digest.hexdigest()[:16]
 
 
-def build(arguments: Mapping[str, str], path: str) -> None:
+def write(engine: Engine, path: Path) -> None:
     """Export, compile and compare a model, and write its package. To be run in a child process.
 
-    `arguments` are Triton's arguments of `initialize`.
+    Raises:
+        LoadError: the module cannot be exported or compiled, or the package differs from it.
     """
-    config = model_config.parse(arguments)
-    names = tuple(name for name in config.options.optimize if name != "aoti")
-    options = dataclasses.replace(config.options, optimize=names)
-    config = dataclasses.replace(config, options=options)
-    runtime.set_switches(options, threads.budget(config))
-    device = runtime.placement(config)
-    artifact = discovery.find(config)
-    loaded = registry.load(artifact, config, device)
-    loaded = dataclasses.replace(loaded, module=registry.optimize(config, loaded))
-    config = binding.with_controls(config, loaded.signature)
-    user_hooks = hooks.load(config, artifact)
-
-    def engine(module: Forward) -> Engine:
-        return Engine(config, dataclasses.replace(loaded, module=module), device, user_hooks)
-
-    target, scratch = Path(path), instance_status.folder()
-    with tempfile.TemporaryDirectory(dir=scratch) as folder, compilation.cached(config):
-        draft = Path(folder, target.name)
-        _write(draft, config, loaded, *_captured(engine, loaded.module))
-        module = Packaged(draft, loaded, device)
-        _compare(engine(loaded.module), engine(module))
-        if module.refusal:
-            raise LoadError(f"torch.export has fixed a size: {module.refusal}", cure=_CURE)
-        for suffix in (_KEPT, target.suffix):  # the package last: it is complete then
-            files.replace(target.with_suffix(suffix), draft.with_suffix(suffix).read_bytes())
-
-
-def _captured(engine: Callable[[Forward], Engine], module: Forward) -> list[Call]:
-    """Return two calls of a module that differ in all sizes that may differ."""
-    calls: list[Call] = []
+    module, most = engine.loaded.module, engine.config.max_batch_size
+    first: list[tuple[list[Tensor], pytree.TreeSpec]] = []
+    shapes: list[_Shapes] = []
 
     def capture(*args: Tree, **kwargs: Tree) -> Tree:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise LoadError("the module takes values that are not tensors", cure=_CURE)
-        with torch.inference_mode(mode=False):  # torch.export takes no tensors of that mode
-            calls.append(([leaf.clone() for leaf in leaves], tree))
+        if not first:
+            with torch.inference_mode(mode=False):  # torch.export takes no tensors of that mode
+                first.append(([leaf.clone() for leaf in leaves], tree))
+        if tree == first[0][1]:
+            shapes.append((rows, [leaf.shape for leaf in leaves]))
         return module(*args, **kwargs)
 
-    capturing = engine(capture)
-    captured = []
-    for rows, shrunk in zip(_ROWS, (False, True), strict=True):
-        calls.clear()
-        _run(capturing, rows, shrunk=shrunk)
-        captured.append(calls[0])
-    if capturing.failures.writes_buffers():
+    engine.use(capture)
+    samples, example = [], warmup.find_example(engine)
+    # Not with one row first: torch.export takes a size of 1 for a constant.
+    for rows in dict.fromkeys((2, 3, most, 1)) if most else (0,):
+        for sample in warmup.batches(engine, example, [rows]):
+            expected = warmup.outputs(engine, copy.deepcopy(sample))
+            samples.append((rows, sample, expected))
+    if engine.failures.writes_buffers():
         raise LoadError("forward() writes to its buffers, which a package would not", cure=_CURE)
-    return captured
+    scratch = instance_status.folder()
+    with tempfile.TemporaryDirectory(dir=scratch) as folder, compilation.cached(engine.config):
+        draft = Path(folder, path.name)
+        _compile(draft, engine.loaded, *first[0], shapes)
+        compiled = Packaged(draft, engine.loaded, engine.device)
+        engine.use(compiled)
+        for rows, sample, expected in samples:
+            _compare(warmup.outputs(engine, sample), expected, rows)
+        if compiled.refusal:
+            raise LoadError(f"torch.export has fixed a size: {compiled.refusal}", cure=_CURE)
+        for suffix in (_KEPT, path.suffix):  # the package last: it is complete then
+            files.replace(path.with_suffix(suffix), draft.with_suffix(suffix).read_bytes())
 
 
-def _run(
-    engine: Engine,
-    rows: int,
-    *,
-    shrunk: bool,
-) -> Sequence[dict[str, Value]]:
-    """Return the outputs for the example, or for made-up values."""
-    config, example = engine.config, warmup.find_example(engine)
-    # Hooks may not take smaller examples, such as a part of the bytes of a file.
-    shrunk = shrunk and not (example and engine.hooks)
-    count = rows if config.max_batch_size else None
-    item = example_inputs.item(config, count, shrunk=shrunk, example=example)
-    results = []
-    with runtime.mode(config.options):
-        for outcome in engine.run(example_inputs.requests(config, item)):
-            if isinstance(outcome, BackendError):
-                raise outcome
-            results.append(outcome)
-    return results
-
-
-def _write(
-    path: Path,
-    config: ModelConfig,
-    loaded: Loaded,
-    call: Call,
-    other: Call,
-) -> None:
-    """Export and compile a module; sizes in which the two calls differ are dynamic.
-
-    Raises:
-        LoadError: the module cannot be exported or compiled.
-    """
-    (leaves, tree), (others, other_tree) = call, other
-    if tree != other_tree:
-        raise LoadError("the module gets other arguments for other sizes", cure=_CURE)
-    dynamic: list[dict[int, Any]] = []
+def _sizes(shapes: Sequence[_Shapes]) -> list[tuple[int, int, int]]:
+    """Return the leaf, the dimension and the least value of each size in which calls differ."""
     sizes = []
-    has_rows = config.max_batch_size and not config.concatenates
-    for number, (leaf, of_other) in enumerate(zip(leaves, others, strict=True)):
-        dims = [dim for dim, size in enumerate(leaf.shape) if size != of_other.shape[dim]]
-        dynamic.append(dict.fromkeys(dims, torch.export.Dim.AUTO))
-        sizes += [[number, dim] for dim in dims if dim or not has_rows]
+    for leaf, shape in enumerate(shapes[0][1]):
+        for dim in range(len(shape)):
+            seen = {(rows, of_call[leaf][dim]) for rows, of_call in shapes}
+            if len({size for _, size in seen}) > 1:
+                # A size that depends on the rows alone is compared where it is 1.
+                of_rows = len({rows for rows, _ in seen}) == len(seen)
+                sizes.append((leaf, dim, 1 if of_rows else 2))
+    return sizes
+
+
+def _compile(
+    path: Path, loaded: Loaded, leaves: list[Tensor], tree: pytree.TreeSpec, shapes: list[_Shapes]
+) -> None:
+    """Export and compile a module; sizes in which its calls differ are dynamic."""
+    sizes = _sizes(shapes)
+    dynamic: list[dict[int, Any]] = [{} for _ in leaves]
+    for leaf, dim, _ in sizes:
+        dynamic[leaf][dim] = torch.export.Dim.AUTO
     for weight in loaded.weights:
         # A linear layer of three dimensions then becomes one product of matrices, not a batch of
         # them: `should_fold` in ATen's LinearAlgebra.cpp.
         weight.requires_grad = weight.is_floating_point()
-    module = _Leaves(loaded, tree)
     kind = torch.export.graph_signature.InputKind
     try:
         with torch.no_grad():
             program = torch.export.export(
-                module, tuple(leaves), dynamic_shapes={"leaves": tuple(dynamic)}
+                _Leaves(loaded, tree), tuple(leaves), dynamic_shapes={"leaves": tuple(dynamic)}
             )
             for spec in program.graph_signature.input_specs:
                 # Inductor gives constants names of its own, and buffers those of the module.
@@ -299,24 +254,21 @@ def _write(
             aotinductor.compile_program(program, path, _WITHOUT_WEIGHTS)
     except Exception as error:  # of the module's own code, or the compiler's
         raise LoadError(f"AOTInductor cannot compile it: {summarize(error)}", cure=_CURE) from error
-    own = _named(loaded.owner)
+    own = _named(loaded)
     kept = {name: value for name, value in program.constants.items() if name not in own}
     metadata = {"tree": pytree.treespec_dumps(tree), "sizes": json.dumps(sizes)}
     safetensors.torch.save_file(kept, path.with_suffix(_KEPT), metadata)
 
 
-def _compare(eager: Engine, compiled: Engine) -> None:
-    """Raise LoadError if the outputs of two engines differ for some row count or size."""
-    for rows in sorted({1, *_ROWS, eager.config.max_batch_size} - {0}):
-        for shrunk in (False, True):
-            results = (_run(engine, rows, shrunk=shrunk) for engine in (compiled, eager))
-            for actual, expected in zip(*results, strict=True):
-                for name, value in expected.items():
-                    error, limit = difference(actual[name], value), tolerance(value)
-                    if not error <= limit:
-                        raise LoadError(
-                            f"output '{name}' of the compiled package differs from the module's"
-                            f" own by {error:.2g} for {counted(rows, 'row')}",
-                            expected=f"at most {limit:g}",
-                            cure=_CURE,
-                        )
+def _compare(outputs: Sequence[Item], expected: Sequence[Item], rows: int) -> None:
+    """Raise LoadError if the outputs of a package differ from the module's own."""
+    for of_package, of_module in zip(outputs, expected, strict=True):
+        for name, value in of_module.items():
+            error, limit = difference(of_package[name], value), tolerance(value)
+            if not error <= limit:
+                raise LoadError(
+                    f"output '{name}' of the compiled package differs from the module's own by"
+                    f" {error:.2g} for {counted(rows, 'row')}",
+                    expected=f"at most {limit:g}",
+                    cure=_CURE,
+                )

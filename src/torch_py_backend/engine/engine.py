@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -67,8 +69,6 @@ class Engine:
         shared: sharing.SharedWeights | None = None,
     ) -> None:
         self._shared = shared
-        if shared is not None:
-            shared.share(loaded.owner)
         self.config = config
         self.loaded = loaded
         self.hooks = hooks
@@ -79,6 +79,9 @@ class Engine:
         cleans = config.options.enable_cache_cleaning and device.type == "cuda"
         self._free_memory = torch.cuda.empty_cache if cleans else None
         self.mapped = sharing.mapped(config, loaded)
+        paths = loaded.artifact.weight_files() if self.mapped.shared else ()
+        self._mapped_files = {path: path.stat() for path in paths}
+        self._looks_at = 0.0
         self.counts = Counts()
         self.compiles = config.options.compilation is not None
         self._compiled: compilation.Compiled | None = None
@@ -104,9 +107,10 @@ class Engine:
         self.failures = Failures(
             loaded.signature.name, device=device, owner=loaded.owner, repeats=repeats
         )
-        self._use(self._compiled or loaded.module)
+        self.use(self._compiled or loaded.module)
 
-    def _use(self, forward: Forward) -> None:
+    def use(self, forward: Forward) -> None:
+        """Call another function in the place of the module."""
         self._forward = _without_hooks(forward)
         self.run = self.pipeline()
         self.stages = self._stages()
@@ -146,6 +150,22 @@ class Engine:
         if self._shared is not None:
             self._shared.close()
 
+    def check_files(self) -> None:
+        """Refuse all requests from now on if a file was written in place whose pages are in use.
+
+        A file that is replaced by renaming keeps its pages. Writing over it, as `cp` does, changes
+        the weights during a request. To be called often: it looks once a second.
+        """
+        if time.monotonic() < self._looks_at:
+            return
+        self._looks_at = time.monotonic() + 1.0
+        for path, before in self._mapped_files.items():
+            with contextlib.suppress(OSError):  # it was removed
+                now = path.stat()
+                if os.path.samestat(now, before) and now.st_mtime_ns != before.st_mtime_ns:
+                    reason = f"{path.name} was written in place while its pages were in use"
+                    self.failures.poison(reason)
+
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
         """Allow compilation within the context; forbid it, and begin to count, afterwards."""
@@ -159,13 +179,9 @@ class Engine:
             if hits or misses:
                 counts.compile_cache["miss" if misses else "hit"] = 1
             forward = self._compiled.seal(counts)
-        if self._shared is not None and self.failures.writes_buffers():
-            raise sharing.not_shared_error(
-                "the model writes to its buffers, which other instances share"
-            )
         self.failures.reset()
         self.counts = counts  # without those of the warm-up
-        self._use(forward)
+        self.use(forward)
 
     def clean(self, results: Results = (), _: Entries = ()) -> Results:
         """Free cached device memory where the config enables that; return the results."""

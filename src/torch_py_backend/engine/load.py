@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
+from torch_py_backend.config import model_config, threads
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.config.threads import Threads
@@ -30,27 +32,35 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     config = registry.without_unused(config, artifact.kind)
     # TorchScript and exported programs are copied before their weights are shared: instances that
     # loaded at the same time would need that memory several times.
-    with private_files.turn(config.name), contextlib.ExitStack() as undo:
-        weights_device, shared = device, None
-        if sharing.requested(config):
-            shared = sharing.SharedWeights(config, device)
-            undo.callback(shared.close)
-            # A module is built on the CPU: weights that it shares need not be copied to the device.
-            # A graph is loaded on the device, because its constants are not shared.
-            if artifact.kind.has_weights_apart and not shared.owns:
-                weights_device = torch.device("cpu")
+    with private_files.turn(config.name):
+        weights_device = device
+        shared = sharing.SharedWeights(config, device) if sharing.requested(config) else None
+        # A module is built on the CPU: weights that it shares need not be copied to the device. A
+        # graph is loaded on the device, because its constants are not shared.
+        if shared is not None and not shared.owns and artifact.kind.has_weights_apart:
+            weights_device = torch.device("cpu")
         loaded = registry.load(artifact, config, weights_device)
         loaded = dataclasses.replace(loaded, module=registry.optimize(config, loaded))
         runtime.keep_freed_memory()
         config = binding.with_controls(config, loaded.signature)
         if "aoti" in config.options.optimize and device is not None:
             loaded = aoti.packaged(config, loaded, device)
+        if shared is not None:
+            shared.share(loaded.owner)
         engine = Engine(config, loaded, device, user_hooks.load(config, artifact), shared)
-        undo.pop_all()
     # A call ends by selecting the thread's GPU again, which takes memory of it. KIND_MODEL has
     # selected none: that would be GPU 0.
     runtime.make_current(engine.device)
     return engine
+
+
+def write_package(arguments: Mapping[str, str], path: str) -> None:
+    """Write a model's AOTInductor package. `arguments` are Triton's of `initialize`."""
+    config = model_config.parse(arguments)
+    names = tuple(name for name in config.options.optimize if name != "aoti")
+    options = dataclasses.replace(config.options, optimize=names, enable_weight_sharing=None)
+    config = dataclasses.replace(config, options=options)
+    aoti.write(build(config, threads.budget(config)), Path(path))
 
 
 def report(engine: Engine) -> dict[str, object]:

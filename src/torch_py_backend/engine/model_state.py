@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import MutableMapping, MutableSequence, MutableSet
+from collections.abc import Collection, MutableMapping, MutableSequence, MutableSet
 from functools import cached_property
 
 import torch
@@ -41,10 +41,13 @@ class ModelState:
             if copied <= _COPIED_BYTES:
                 self._copies[path] = tensor, tensor.clone()
 
-    def put_back(self) -> list[str]:
-        """Put buffers back; return the names of everything else that the warm-up has changed."""
+    def changed(self) -> list[str]:
+        """Return the names of the buffers and attributes that the warm-up has changed."""
         before, after = self._marks, self._read()
-        changed = [path for path in before | after if before.get(path) != after.get(path)]
+        return [path for path in before | after if before.get(path) != after.get(path)]
+
+    def put_back(self, changed: Collection[str]) -> list[str]:
+        """Put buffers back; return the names of everything else that has changed."""
         for path in self._copies.keys() & changed:
             tensor, copied = self._copies[path]
             with torch.no_grad():  # into the same memory: graphs read it there

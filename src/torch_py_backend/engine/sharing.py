@@ -9,14 +9,11 @@ requests until the model is loaded again.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Client, Listener
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import torch
 import torch.multiprocessing  # registers how tensors are sent to other processes
@@ -27,9 +24,7 @@ from torch_py_backend.errors import ConfigError, summarize
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.loading.weights import Mapped, measure
-from torch_py_backend.processes import instance_status, private_files, procfs
-
-log = logging.getLogger(__name__)
+from torch_py_backend.processes import private_files, procfs
 
 
 def mapped(config: ModelConfig, loaded: Loaded) -> Mapped:
@@ -48,31 +43,6 @@ def mapped(config: ModelConfig, loaded: Loaded) -> Mapped:
             " the module nor OPTIMIZE nor freezing converts"
         )
     return weights
-
-
-class MappedFiles:
-    """The files of a model's weights, whose contents must stay as they were mapped.
-
-    A file that is replaced by renaming keeps its pages for the processes that have mapped it.
-    Writing over it in place, as `cp` does, changes the weights during a request; truncating it ends
-    a process that reads them with SIGBUS.
-    """
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._mapped = {path: path.stat() for path in paths}
-        self._due = 0.0
-
-    def changed(self) -> str:
-        """Return the name of a file that was written; empty: none, or it is not time to look."""
-        if time.monotonic() < self._due:
-            return ""
-        self._due = time.monotonic() + 1.0  # seconds
-        for path, before in self._mapped.items():
-            with contextlib.suppress(OSError):  # it was removed
-                now = path.stat()
-                if os.path.samestat(now, before) and now.st_mtime_ns != before.st_mtime_ns:
-                    return path.name
-        return ""
 
 
 def requested(config: ModelConfig) -> bool:
@@ -112,15 +82,17 @@ class SharedWeights:
         folder = os.open(self._socket.parent, os.O_RDONLY | os.O_DIRECTORY)
         self._address = f"/proc/self/fd/{folder}/{self._socket.name}"
         self._listener: Listener | None = None
-        self._owner: tuple[int, str] | None = None  # its process ID and the start of the process
+        # The process ID of the owner, and the start of that process.
+        self._owner: tuple[int, str | None] = os.getpid(), procfs.start_time(os.getpid())
         self._weights: Mapping[str, Tensor] = {}
+        self.owns = True
         # No instance owns the weights, or one of an earlier load does.
         with contextlib.suppress(OSError, EOFError), Client(self._address) as owner:
             owner.send(self._instance)
             # A process that the owner forked, before it ended, may keep the socket open.
             if owner.poll(timeout=60.0):
                 self._owner, self._weights = owner.recv()
-        self.owns = self._owner is None
+                self.owns = False
 
     def share(self, module: nn.Module | None) -> None:
         """Share the weights of a module from now on; those of a sharer may still be on the CPU.
@@ -130,15 +102,14 @@ class SharedWeights:
         """
         if module is None:
             raise not_shared_error("the model exposes none")
-        weights = named(module)
         if not self.owns:
-            for name, tensor in weights.items():
+            for name, tensor in named(module).items():
                 # In place, as Module.to() does it, which would copy the weights of RNNs once more.
                 tensor.data = self._weights.get(name, tensor).to(self._device)
             return
         offered = {
             name: weight.detach()
-            for name, weight in weights.items()
+            for name, weight in named(module).items()
             if weight.device == self._device
         }
         if self._device.type == "cuda":
@@ -153,16 +124,10 @@ class SharedWeights:
         threading.Thread(
             target=self._serve, args=(self._listener, offered), name="weights", daemon=True
         ).start()
-        if instance_status.VARIABLE not in os.environ:
-            log.warning(
-                "if '%s' ends, the other instances answer 503 until the model is loaded"
-                " again. `torch-py-backend serve` does that.",
-                self._instance,
-            )
 
     def lost(self) -> bool:
         """Return whether the owner of the weights has ended."""
-        return self._owner is not None and procfs.start_time(self._owner[0]) != self._owner[1]
+        return not self.owns and procfs.start_time(self._owner[0]) != self._owner[1]
 
     def close(self) -> None:
         """Withdraw the offer. May be called twice."""
@@ -175,7 +140,6 @@ class SharedWeights:
 
         Names of instances that were served belong to a later load, which gets an owner of its own.
         """
-        identity = os.getpid(), procfs.start_time(os.getpid())
         served = {self._instance}
         with contextlib.suppress(OSError):  # the offer is withdrawn
             while True:
@@ -183,7 +147,7 @@ class SharedWeights:
                 with contextlib.suppress(OSError, EOFError), sharer:
                     name = sharer.recv()
                     if name not in served:
-                        sharer.send((identity, offered))
+                        sharer.send((self._owner, offered))
                         served.add(name)
 
 

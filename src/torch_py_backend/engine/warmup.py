@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin
-from torch_py_backend.engine import model_state, sharing, streams
+from torch_py_backend.engine import model_state, runtime, sharing, streams
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -77,9 +77,10 @@ def run(
         if not row_counts:
             counts = [count for count in _row_counts(engine) if count and count > 1]
             check_rows(config, call, example, min(counts, default=0))
-        changed = state.put_back()
-    if changed and sharing.requested(config):  # the model would be built again
-        raise sharing.not_shared_error(f"forward() changes {join_names(changed)} of the model")
+        changed = state.changed()
+        if changed and sharing.requested(config):
+            raise sharing.not_shared_error(f"forward() changes {join_names(changed)} of the model")
+        changed = state.put_back(changed)
     if first is not None:
         log.warning(
             "%s The model is served anyway; its first requests may take longer, and run eagerly"
@@ -131,13 +132,24 @@ def batches(
     varies = not (example and engine.hooks) and any(
         -1 in spec.dims for spec in config.inputs if spec.origin is not Origin.STATE
     )
-    for rows in row_counts or _row_counts(engine):
+    for rows in (config.max_batch_size and row_counts) or _row_counts(engine):
         for shrunk, without in itertools.product(range(1 + varies), engine.inputs.patterns):
             item = example_inputs.item(
                 config, rows, shrunk=bool(shrunk), without=without, example=example
             )
             if item or rows is None:  # an item without inputs has no row count
                 yield item
+
+
+def outputs(engine: Engine, item: Item) -> list[dict[str, Value]]:
+    """Return the outputs of the requests of an item; raise the error of one that fails."""
+    results = []
+    with runtime.mode(engine.config.options):
+        for outcome in engine.run(example_inputs.requests(engine.config, item)):
+            if isinstance(outcome, BackendError):
+                raise outcome
+            results.append(outcome)
+    return results
 
 
 def find_example(engine: Engine) -> Item:

@@ -24,19 +24,13 @@ from torch_py_backend.config.model_config import BatchInput, ModelConfig, Tensor
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, LoadError, OutputError, counted
-from torch_py_backend.loading import (
-    discovery,
-    example_inputs,
-    python_source,
-    registry,
-    weights,
-)
+from torch_py_backend.errors import OutputError, counted
+from torch_py_backend.loading import discovery, python_source, registry, weights
 from torch_py_backend.loading.discovery import HOOKS, ArtifactType
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.model_folders.artifact_files import EXAMPLE
 from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference, tolerance
-from torch_py_backend.values import Item, Value
+from torch_py_backend.values import Item
 
 _MOST_WARNINGS = 10_000
 # The most values of an input that are printed.
@@ -81,8 +75,7 @@ def inspect(
         graphs = counted(engine.counts.compiled_graphs, "graph")
         compiled = f"{graphs}{source}; the load took {time.monotonic() - began:.1f} s"
     if reference is not None:
-        with runtime.mode(settings.options):
-            _compare(engine, reference)
+        _compare(engine, reference)
     engine.close()
     bound = engine.inputs.binding
     places = dict(zip(bound.names, bound.places, strict=True))
@@ -172,7 +165,7 @@ def _plain(element: object) -> object:
 def _compare(engine: Engine, reference: str) -> None:
     """Raise OutputError if the outputs for the example differ from those in a file."""
     expected: Item = torch.load(reference, "cpu", weights_only=False)
-    (outputs,) = run(engine, batch(engine, len(next(iter(expected.values())))))
+    (outputs,) = warmup.outputs(engine, batch(engine, len(next(iter(expected.values())))))
     for name, value in expected.items():
         error = difference(outputs[name], value)
         reduced = engine.config.options.optimize  # such as bf16
@@ -192,21 +185,10 @@ def load_warm(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:
     engine = load.build(settings, threads.budget(settings))
     if settings.options.warmup is not False:
         with runtime.mode(settings.options):
-            warmup.run(engine, row_counts=row_counts if settings.max_batch_size else ())
+            warmup.run(engine, row_counts=row_counts)
     return engine
 
 
 def batch(engine: Engine, rows: int) -> Item:
     """Return the warm-up's batch of this many rows: of the model's example, else made up."""
-    counts = [rows if engine.config.max_batch_size else None]
-    return next(warmup.batches(engine, warmup.find_example(engine), counts))
-
-
-def run(engine: Engine, item: Item) -> list[Mapping[str, Value]]:
-    """Return the outputs of the requests of a batch; raise LoadError if the call fails."""
-    results = []
-    for outcome in engine.run(example_inputs.requests(engine.config, item)):
-        if isinstance(outcome, BackendError):
-            raise LoadError(str(outcome))
-        results.append(outcome)
-    return results
+    return next(warmup.batches(engine, warmup.find_example(engine), [rows]))

@@ -119,8 +119,8 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
     import torch
     from torch.utils.benchmark import Timer
 
-    from torch_py_backend.engine import runtime
-    from torch_py_backend.model_folders.inspection import batch, load_warm, run
+    from torch_py_backend.engine import warmup
+    from torch_py_backend.model_folders.inspection import batch, load_warm
     from torch_py_backend.pipeline.differences import difference
 
     settings = model_config.parse(arguments)
@@ -130,23 +130,20 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
     ready_s = time.perf_counter() - began
     engines = candidate, load_warm(model_config.parse(configured), (1, full))
     errors, seconds, gains = [], [], []
-    with runtime.mode(settings.options):
-        for rows in (1, full):
-            sample = batch(candidate, rows)
-            calls = [partial(run, engine, sample) for engine in engines]
-            for outputs, expected in zip(*(call() for call in calls), strict=True):
-                errors += [difference(outputs[name], expected[name]) for name in expected]
-            threads = torch.get_num_threads()
-            timers = [
-                Timer("call()", globals={"call": call}, num_threads=threads) for call in calls
-            ]
-            times: list[list[float]] = [[], []]
-            for turn in range(_ROUNDS):
-                for number in (0, 1) if turn % 2 else (1, 0):
-                    timed = timers[number].blocked_autorange(min_run_time=_SECONDS)
-                    times[number].append(timed.median)
-            seconds.append(median(times[0]))
-            gains.append(median(b / a for a, b in zip(*times, strict=True)))
+    for rows in (1, full):
+        sample = batch(candidate, rows)
+        calls = [partial(warmup.outputs, engine, sample) for engine in engines]
+        for outputs, expected in zip(*(call() for call in calls), strict=True):
+            errors += [difference(outputs[name], expected[name]) for name in expected]
+        threads = torch.get_num_threads()
+        timers = [Timer("call()", globals={"call": call}, num_threads=threads) for call in calls]
+        times: list[list[float]] = [[], []]
+        for turn in range(_ROUNDS):
+            for number in (0, 1) if turn % 2 else (1, 0):
+                timed = timers[number].blocked_autorange(min_run_time=_SECONDS)
+                times[number].append(timed.median)
+        seconds.append(median(times[0]))
+        gains.append(median(b / a for a, b in zip(*times, strict=True)))
     return {
         "kind": candidate.loaded.kind.name,
         "ms": 1e3 * seconds[0],
