@@ -167,7 +167,7 @@ def _key(config: ModelConfig, loaded: Loaded, device: torch.device) -> str:
     digest = hashlib.sha256(repr(parts).encode())
     for path in sorted({*config.version_folder.rglob("*.py"), *loaded.artifact.weight_files()}):
         with path.open("rb") as file:
-            while block := file.read(1 << 24):
+            while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()[:16]
 
