@@ -233,7 +233,7 @@ NAMES = (
         script(models.ReturnsNamedTuple()),
         config({"x": [4]}, {"a": [4], "b": [4]}),
         (Call({"x": _X}, {"a": _X + 1, "b": _X + 2}),),
-        logs=("the output names a, b are neither all numbers (OUTPUT__0, OUTPUT__1, …) nor",),
+        logs=("the output names a, b are no fields of the result; they are taken in its order",),
     ),
     Scenario(  # as LibTorch serves it
         "script_of_other_dims",

@@ -25,7 +25,7 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.run import Counts
 from torch_py_backend.signature import binding, introspection
-from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.arguments import Argument, Passing, Signature
 from torch_py_backend.signature.binding import InputBinding
 from torch_py_backend.values import ANY_ROWS, Item, Rows
 
@@ -59,7 +59,7 @@ def _numbered(trees: Sequence[Any]) -> tuple[list[Any], list[str]]:
 def _argument(
     name: str, *, required: bool = True, passing: Passing = Passing.POSITIONAL_OR_KEYWORD
 ) -> Argument:
-    return Argument(name, required, passing, ArgumentType.TENSOR, name)
+    return Argument(name, required, passing)
 
 
 def _called(inputs: InputBinding) -> Any:

@@ -15,7 +15,7 @@ from torch_py_backend.engine import runtime, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, ConfigError, LoadError
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Signature
 from torch_py_backend.values import Item
 
 pytestmark = pytest.mark.usefixtures("dynamo")
@@ -30,13 +30,7 @@ def engine(
 ) -> Engine:
     """Return an engine without a file; forward() takes the config's inputs, tensors by default."""
     arguments = [
-        Argument(
-            spec.name,
-            not spec.optional,
-            Passing.POSITIONAL_OR_KEYWORD,
-            takes.get(spec.name, ArgumentType.TENSOR),
-            spec.name,
-        )
+        Argument(spec.name, not spec.optional, type=takes.get(spec.name, ArgumentType.TENSOR))
         for spec in config.inputs
     ]
     loaded = Loaded(build.artifact(), forward, Signature(tuple(arguments), torchscript=torchscript))

@@ -163,4 +163,4 @@ def test_types_and_defaults_are_read_from_a_schema() -> None:
     assert optional == ["FLOAT", "BOOL", "STR", "STRINGS", "NESTED_STRINGS", "LIST"]
     assert [entry.name for entry in read if entry.nullable] == ["maybe", "words", "rows", "some"]
     assert all(entry.passing is Passing.POSITIONAL_OR_KEYWORD for entry in read)
-    assert str(signature).startswith("forward(Tensor x, Dict(str, Tensor) d, Tensor[] tensors, (")
+    assert str(signature).startswith("forward(x: 'Tensor', d: 'Dict[str, Tensor]', tensors: 'List")

@@ -175,10 +175,8 @@ def _run(
         raise
     except Exception as error:  # the model's own code runs here
         raise ForwardError(error, loaded.signature.name) from error
-    names = results.leaf_names(result)
-    of = "postprocess()" if any(hooks) else "forward()"
-    parts = results.bind_outputs(names, result, of)(result)
-    outputs = {name: to_value(name, part) for name, part in zip(names, parts, strict=True)}
+    leaves = results.named_leaves(result)
+    outputs = {name: to_value(name, leaf) for name, leaf in leaves.items()}
     if rows and hooks.postprocess is not None:
         return {name: value[None][[0] * rows] for name, value in outputs.items()}
     return outputs

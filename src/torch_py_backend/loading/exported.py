@@ -53,7 +53,7 @@ def _outputs(program: ExportedProgram) -> Traced:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     nodes = program.graph_signature.user_outputs
     out_spec: Any = program.call_spec.out_spec
-    names = results.leaf_names(pytree.tree_unflatten(list(range(len(nodes))), out_spec))
+    names = results.named_leaves(pytree.tree_unflatten(list(range(len(nodes))), out_spec))
     # None and numbers in a result are not outputs.
     pairs = zip(names, nodes, strict=False)
     return {name: values[node] for name, node in pairs if node in values}

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -73,9 +74,9 @@ class Hook:
         method = self.method
         if self.takes_parameters:
             method = partial(method, **{ARGUMENT: None})  # what is behind them is passed by name
-        arguments = introspection.from_function(method).arguments
-        inputs = tuple(each for each in arguments if each.name != ARGUMENT)
-        return Signature(inputs, name=self.name)
+        signature = introspection.from_function(method)
+        inputs = tuple(each for each in signature.arguments if each.name != ARGUMENT)
+        return dataclasses.replace(signature, arguments=inputs, name=self.name)
 
 
 class Hooks(NamedTuple):

@@ -18,7 +18,7 @@ from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError, a_type
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import path_text
-from torch_py_backend.signature.results import bind_outputs, leaf_names
+from torch_py_backend.signature.results import named_leaves
 from torch_py_backend.values import Item, Value
 
 
@@ -82,9 +82,8 @@ def from_arguments(
         # Copied, because forward() may change them in place.
         copies = [torch.as_tensor(value).clone() for value in item.values()]
         result = module(**pytree.tree_unflatten(copies, tree))
-        names = leaf_names(result)
-        values = zip(names, bind_outputs(names, result)(result), strict=True)
-        return {name: value.detach().cpu() for name, value in values if isinstance(value, Tensor)}
+        leaves = named_leaves(result).items()
+        return {name: leaf.detach().cpu() for name, leaf in leaves if isinstance(leaf, Tensor)}
 
     outputs = run(item)
     batched = bool(max_batch_size)

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 # How an argument is passed.
 Passing: TypeAlias = inspect._ParameterKind  # noqa: SLF001  has no public name
@@ -65,7 +65,7 @@ class ArgumentType(enum.Enum):
 
 # The types whose parts are tensors, which may be separate inputs.
 CONTAINERS = (ArgumentType.DICT, ArgumentType.LIST, ArgumentType.TUPLE)
-_POSITIONAL = (Passing.POSITIONAL_ONLY, Passing.POSITIONAL_OR_KEYWORD)
+VARIADIC = (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,6 @@ class Argument:
     Attributes:
         required: it has no default.
         type: its type; a tensor if it has no annotation.
-        text: its declaration, for messages; by default its name.
         nullable: its annotation allows None.
     """
 
@@ -83,7 +82,6 @@ class Argument:
     required: bool = True
     passing: Passing = Passing.POSITIONAL_OR_KEYWORD
     type: ArgumentType = ArgumentType.TENSOR
-    text: str = ""
     nullable: bool = False
 
 
@@ -92,6 +90,7 @@ class Signature:
     """The signature of a loaded artifact.
 
     Attributes:
+        text: the declaration of the arguments, for messages.
         leaves: for an artifact that contains its own call tree: the arguments, which are its
             tensors, by their paths. None: the call tree follows from the inputs.
         unflatten: a function that builds (args, kwargs) of such a tree from its leaves; None: they
@@ -102,32 +101,27 @@ class Signature:
     """
 
     arguments: tuple[Argument, ...]
+    text: str = ""
     leaves: Mapping[str, str] | None = None
-    unflatten: Callable[..., tuple[Sequence[object], Mapping[str, object]]] | None = None
+    unflatten: Callable[..., Any] | None = None
     name: str = "forward"
     torchscript: bool = False
     settings: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        """Return the declaration of the function."""
-        texts = [argument.text or argument.name for argument in self.arguments]
-        kinds = [argument.passing for argument in self.arguments]
-        if Passing.KEYWORD_ONLY in kinds and Passing.VAR_POSITIONAL not in kinds:
-            texts.insert(kinds.index(Passing.KEYWORD_ONLY), "*")
-        return f"{self.name}({', '.join(texts)})"
+        return self.name + self.text
 
     @property
     def named(self) -> list[str]:
         """The names of the arguments, without `*` and `**`."""
-        several = (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
-        return [entry.name for entry in self.arguments if entry.passing not in several]
+        return [entry.name for entry in self.arguments if entry.passing not in VARIADIC]
 
     def container_argument(self, names: Sequence[str]) -> Argument | None:
         """Return the only argument that is needed, if all inputs are its parts; else None."""
         needed = [entry for entry in self.arguments if entry.required] or self.arguments
         if len(needed) != 1 or needed[0].type not in CONTAINERS:
             return None
-        others = {argument.name for argument in self.arguments} - {needed[0].name}
+        others = {*self.named} - {needed[0].name}
         return None if any(name in others or is_path(name) for name in names) else needed[0]
 
     def has(self, passing: Passing) -> bool:
@@ -135,7 +129,8 @@ class Signature:
 
     def slots(self, count: int) -> list[str]:
         """Return the numbered slots for `count` names: positional arguments, items of `*args`."""
-        slots = [entry.name for entry in self.arguments if entry.passing in _POSITIONAL]
+        positional = (Passing.POSITIONAL_ONLY, Passing.POSITIONAL_OR_KEYWORD)
+        slots = [entry.name for entry in self.arguments if entry.passing in positional]
         if self.has(Passing.VAR_POSITIONAL):
             slots += [f"*{index}" for index in range(len(slots), count)]
         return slots
@@ -145,19 +140,14 @@ class Signature:
         name = (self.leaves or {}).get(name, name)
         if name in self.named:
             return name, ()
-        number = ordinal(name)
-        below: Path = ()
+        number, keys = ordinal(name), list[int | str]()
         path, any_keyword = _PATH.fullmatch(name), self.has(Passing.VAR_KEYWORD)
         if path is not None and self.leaves is None:
-            keys = re.findall(r"[^\[\]]+", path[2])
-            first, below = keys[0] if keys else "", tuple(map(_key, keys[1:]))
-            if path[1] == "KWARGS" and (first in self.named or (any_keyword and first)):
-                return first, below
-            number = int(first) if path[1] == "ARGS" and isinstance(_key(first), int) else None
+            texts = path[2][1:-1].split("][")
+            first, *keys = [int(t) if re.fullmatch("[0-9]{1,4}", t) else t for t in texts]
+            if path[1] == "KWARGS" and (first in self.named or any_keyword):
+                return str(first), tuple(keys)
+            number = first if path[1] == "ARGS" and isinstance(first, int) else None
         if number is not None and number < len(slots := self.slots(number + 1)):
-            return slots[number], below
+            return slots[number], tuple(keys)
         return (name, ()) if any_keyword and path is None else None
-
-
-def _key(text: str) -> int | str:
-    return int(text) if re.fullmatch("[0-9]{1,4}", text) else text

@@ -66,7 +66,7 @@ def bind_inputs(
     Raises:
         BindingError: a name matches no leaf, or a leaf has no input or two.
     """
-    places = _places(names, signature, left_out, sequence_inputs, ordered=ordered)
+    places = _places(names, signature, sequence_inputs, ordered=ordered)
     if len(set(places.values())) < len(names):
         raise BindingError(
             f"two of the inputs {join_names(names)} feed the same argument",
@@ -92,8 +92,6 @@ def bind_inputs(
     columns: list[str] = []
     args = [_tree(feeds.pop(slot), types.get(slot), columns) for slot in leading]
     kwargs = {slot: _tree(parts, types.get(slot), columns) for slot, parts in feeds.items()}
-    if any(slot.startswith("*") for slot in kwargs):
-        raise BindingError(f"inputs for * of {signature} leave a gap before them")
     unflatten = signature.unflatten or partial(_filled, (args, kwargs))
 
     def call(module: Forward, columns: Sequence[object]) -> object:
@@ -130,12 +128,7 @@ def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
 
 
 def _places(
-    names: Sequence[str],
-    signature: Signature,
-    left_out: Collection[str],
-    sequence_inputs: Collection[str],
-    *,
-    ordered: bool,
+    names: Sequence[str], signature: Signature, sequence_inputs: Collection[str], *, ordered: bool
 ) -> dict[str, Place]:
     """Return the places of names: parts of one argument, each separately, or all in order."""
     container = signature.container_argument(names)
@@ -159,29 +152,23 @@ def _places(
         used = [places.get(name) for name in sequence_inputs]
         free = ((slot, ()) for slot in slots if (slot, ()) not in used)
         places |= {name: next(free, None) for name in requested}
-        if not left_out:  # clients choose what is left out
-            log.warning(
-                "the input names %s are not all arguments of %s, nor all numbers"
-                " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
-                ", ".join(requested),
-                signature,
-            )
-    missing = [name for name, place in places.items() if place is None]
-    if missing:
-        paths = signature.leaves or [f"ARGS[{index}]" for index in range(len(slots))]
-        valid = [*signature.named, *(f"INPUT__{index}" for index in range(len(slots))), *paths]
+        log.warning(
+            "the input names %s are not all arguments of %s, nor all numbers (INPUT__0, INPUT__1,"
+            " …); they are passed in the config's order.",
+            ", ".join(requested),
+            signature,
+        )
+    known = {name: place for name, place in places.items() if place is not None}
+    if len(known) < len(places):
+        valid = [*signature.named, *(f"INPUT__{index}" for index in range(len(slots)))]
         raise BindingError(
-            f"{signature} has no {join_names(missing)}",
+            f"{signature} has no {join_names(name for name in places if name not in known)}",
             expected=f"names among {join_names(valid)}",
         )
-    return {name: place for name, place in places.items() if place is not None}
+    return known
 
 
-def _tree(
-    feeds: Mapping[Path, str],
-    kind: ArgumentType | None,
-    columns: list[str],
-) -> Any:
+def _tree(feeds: Mapping[Path, str], kind: ArgumentType | None, columns: list[str]) -> Any:
     """Return an argument, or a part of one, with the numbers of columns as its leaves.
 
     `feeds` are its inputs by their paths in it, whose names are appended to those of the columns.

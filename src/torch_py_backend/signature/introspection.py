@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import builtins
 import collections
+import dataclasses
 import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import Parameter
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.signature.arguments import (
+    VARIADIC,
     Argument,
     ArgumentType,
     Passing,
@@ -28,13 +31,13 @@ _TYPES: Mapping[object, ArgumentType] = {
     bool: ArgumentType.BOOL,
     str: ArgumentType.STR,
     bytes: ArgumentType.RAW,
-    Mapping: ArgumentType.DICT,
-    MutableMapping: ArgumentType.DICT,
     tuple: ArgumentType.TUPLE,
     list: ArgumentType.LIST,
     Sequence: ArgumentType.LIST,
     Iterable: ArgumentType.LIST,
 }
+# The names in TorchScript's annotations.
+_SCRIPT_SCOPE = {**vars(typing), "Tensor": torch.Tensor}
 
 
 def from_function(function: Callable[..., object]) -> Signature:
@@ -44,25 +47,40 @@ def from_function(function: Callable[..., object]) -> Signature:
         unwrapped = inspect.unwrap(unwrapped.func)
     if not hasattr(unwrapped, "__globals__"):  # an object with a __call__
         unwrapped = type(unwrapped).__call__
-    scope = getattr(unwrapped, "__globals__", {})
+    own = inspect.signature(function).replace(return_annotation=Parameter.empty)
+    return _signature(own, getattr(unwrapped, "__globals__", {}))
+
+
+def from_schema(schema: torch._C.FunctionSchema) -> Signature:
+    """Return the signature of a TorchScript method from its schema, without self."""
+    parameters = [
+        Parameter(
+            entry.name,
+            Passing.KEYWORD_ONLY if entry.kwarg_only else Passing.POSITIONAL_OR_KEYWORD,
+            default=entry.default_value if entry.has_default_value() else Parameter.empty,
+            annotation=cast("Any", entry.type).annotation_str,
+        )
+        for entry in schema.arguments[1:]
+    ]
+    own = inspect.Signature(parameters)
+    return dataclasses.replace(_signature(own, _SCRIPT_SCOPE), torchscript=True)
+
+
+def _signature(own: inspect.Signature, scope: Mapping[str, object]) -> Signature:
+    """Return a signature of Python's as ours; its annotations may be text with names of a scope."""
     arguments = []
     settings: frozenset[str] = frozenset()
-    for name, parameter in inspect.signature(function).parameters.items():
-        variadic = parameter.kind in (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
+    for name, parameter in own.parameters.items():
         kinds = _alternatives(_resolved(parameter.annotation, scope))
         for kind in kinds:
             if isinstance(kind, type) and kind.__name__ == "GenerationConfig":
                 settings = frozenset(vars(kind()))  # of generate() of transformers, by `**`
-        argument = Argument(
-            name=name,
-            required=parameter.default is inspect.Parameter.empty and not variadic,
-            passing=parameter.kind,
-            type=ArgumentType.TENSOR if variadic else _argument_type(kinds),
-            text=str(parameter),
-            nullable=types.NoneType in kinds,
-        )
-        arguments.append(argument)
-    return Signature(tuple(arguments), settings=settings)
+        takes, required = _argument_type(kinds), parameter.default is Parameter.empty
+        if parameter.kind in VARIADIC:
+            takes, required = ArgumentType.TENSOR, False
+        nullable = types.NoneType in kinds
+        arguments.append(Argument(name, required, parameter.kind, takes, nullable))
+    return Signature(tuple(arguments), str(own), settings=settings)
 
 
 def _resolved(annotation: object, scope: Mapping[str, object]) -> object:
@@ -94,7 +112,7 @@ def _argument_type(kinds: Sequence[object]) -> ArgumentType:
     origin = get_origin(annotation) or annotation
     if not isinstance(origin, type) or any(other != annotation for other in others):
         return ArgumentType.TENSOR
-    if issubclass(origin, dict):
+    if issubclass(origin, Mapping):
         return ArgumentType.DICT
     outermost = _TYPES.get(origin, ArgumentType.TENSOR)
     if outermost is not ArgumentType.LIST or not get_args(annotation):
@@ -108,28 +126,6 @@ def _argument_type(kinds: Sequence[object]) -> ArgumentType:
     if item is bytes:
         return ArgumentType.NESTED_BYTES if nested else ArgumentType.BYTES
     return ArgumentType.LIST
-
-
-# The names in TorchScript's annotations.
-_SCRIPT_SCOPE = {**vars(typing), "Tensor": torch.Tensor}
-
-
-def from_schema(schema: torch._C.FunctionSchema) -> Signature:
-    """Return the signature of a TorchScript method from its schema, without self."""
-    arguments = []
-    for entry in schema.arguments[1:]:
-        declared: Any = entry.type
-        kinds = _alternatives(_resolved(declared.annotation_str, _SCRIPT_SCOPE))
-        argument = Argument(
-            name=entry.name,
-            required=not entry.has_default_value(),
-            passing=Passing.KEYWORD_ONLY if entry.kwarg_only else Passing.POSITIONAL_OR_KEYWORD,
-            type=_argument_type(kinds),
-            text=f"{declared.str()} {entry.name}",
-            nullable=types.NoneType in kinds,
-        )
-        arguments.append(argument)
-    return Signature(tuple(arguments), torchscript=True)
 
 
 def from_tree(
@@ -156,14 +152,14 @@ def from_tree(
             leaves[leaf] = positional[int(key)]
     arguments = [Argument(name, passing=Passing.POSITIONAL_ONLY) for name in leaves.values()]
 
-    def unflatten(columns: Sequence[object]) -> tuple[Sequence[object], Mapping[str, object]]:
+    def unflatten(columns: Sequence[object]) -> Any:
         remaining = iter(columns)
         values = [constants[n] if n in constants else next(remaining) for n in numbers]
-        args, kwargs = pytree.tree_unflatten(values, spec)
-        return args, kwargs
+        return pytree.tree_unflatten(values, spec)
 
     is_flat = not constants and not kwargs and list(args) == list(numbers)
-    return Signature(tuple(arguments), leaves, None if is_flat else unflatten)
+    text = f"({', '.join(leaves.values())})"
+    return Signature(tuple(arguments), text, leaves, None if is_flat else unflatten)
 
 
 def path_key(key: object) -> int | str:

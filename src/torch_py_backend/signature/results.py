@@ -2,8 +2,7 @@
 
 The name of an output is, in this order: a key or field of the result; a path, `RESULT`,
 `RESULT[0]`, `RESULT[key][1]`; or `<name>__<number>`, the number of a leaf in the result's order.
-Outputs of a tuple, a list or a single value are bound in the config's order if a name matches none
-of these, and none is a path or a field.
+If no name is one of these, outputs of a tuple, a list or one value are bound in the config's order.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ Keys: TypeAlias = tuple[Any, ...]
 OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
 
 
-def bind_outputs(
-    names: Sequence[str],
-    result: object,
-    of: str = "forward()",
-) -> OutputBinding:
+def bind_outputs(names: Sequence[str], result: object, of: str = "forward()") -> OutputBinding:
     """Bind output names to the leaves of results of the function `of`, as those of this result.
 
     It is a tensor or a list of strings, in any nesting of tuples, lists, mappings, dataclasses and
@@ -39,18 +34,15 @@ def bind_outputs(
     """
     leaves = list(_leaves(result))
     aliases = {name: number for number, (name, _) in enumerate(leaves) if name}
-    has_fields = bool(aliases)
+    has_names = bool(aliases)
     for number, (_, keys) in enumerate(leaves):
         aliases.setdefault(path_text("RESULT", keys), number)
     indices = [aliases.get(name, ordinal(name)) for name in names]
-    has_order = isinstance(result, tuple | list) or _parts(result) is None
-    if None in indices and has_order and not any(n in aliases or is_path(n) for n in names):
-        if has_fields or indices.count(None) < len(names):
-            log.warning(
-                "the output names %s are neither all numbers (OUTPUT__0, OUTPUT__1, …) nor fields"
-                " of the result; they are taken in the result's order.",
-                ", ".join(names),
-            )
+    has_order = isinstance(result, tuple) or not has_names
+    if set(indices) == {None} and has_order and not any(map(is_path, names)):
+        if has_names:
+            text = "the output names %s are no fields of the result; they are taken in its order."
+            log.warning(text, ", ".join(names))
         indices = list(range(len(names)))
     selected = {i: leaves[i][1] for i in indices if i is not None and i < len(leaves)}
     if len(selected) < len(names):
@@ -66,16 +58,15 @@ def bind_outputs(
     return lambda result: [_part(result, keys) for keys in paths]
 
 
-def leaf_names(result: object) -> list[str]:
-    """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
-    return [name or f"OUTPUT__{number}" for number, (name, _) in enumerate(_leaves(result))]
+def named_leaves(result: object) -> dict[str, object]:
+    """Return the leaves of a result by their keys or fields, else by `OUTPUT__<number>`."""
+    return {
+        name or f"OUTPUT__{number}": _part(result, keys)
+        for number, (name, keys) in enumerate(_leaves(result))
+    }
 
 
-def _leaves(
-    value: object,
-    name: str = "",
-    path: Keys = (),
-) -> Iterator[tuple[str, Keys]]:
+def _leaves(value: object, name: str = "", path: Keys = ()) -> Iterator[tuple[str, Keys]]:
     """Yield the name and the keys of each leaf in the result's order.
 
     A part of the result itself is named after its key or field. A list of strings is one leaf.
