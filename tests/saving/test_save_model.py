@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import LoadError, SaveError, ToolError
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.processes import child_process
-from torch_py_backend.saving import image_hooks, source_files
+from torch_py_backend.saving import image_hooks
 from torch_py_backend.values import ANY_ROWS
 
 transformers = pytest.importorskip("transformers")
@@ -100,9 +99,8 @@ def test_config_has_the_tensors_and_the_batch_of_the_module(
     build, example, options, inputs, outputs, rows = _CASES[case]
     module = build().train()
     part = next(module.children(), module).eval()
-    options |= {"instances": 3, "parameters": {"CHECK_FINITE": True, "NUM_THREADS": "1"}}
+    options |= {"parameters": {"CHECK_FINITE": True, "NUM_THREADS": "1"}}
     document = _saved(tmp_path, module, format=kind, example_inputs=example, **options)
-    assert document["instance_group"][0]["count"] == 3
     assert document["parameters"]["CHECK_FINITE"]["string_value"] == "true"
     assert (_tensors(document, "input"), _tensors(document, "output")) == (inputs, outputs)
     assert document["max_batch_size"] == rows
@@ -209,42 +207,6 @@ def test_class_of_the_users_model_py_is_saved_and_stays_imported(
     assert text.startswith(models.source(models.Affine).rstrip())
 
 
-_SCRIPT = """
-from collections import Counter as Counts
-
-import torch
-
-LIMIT = 3
-
-
-class Letters:
-    def preprocess(self, text: str):
-        return torch.tensor([len(Counts(text[:9]))])
-
-
-class Limited(Letters):
-    def preprocess(self, text: str):
-        return super().preprocess(text[:LIMIT])
-"""
-
-
-def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "script.py").write_text(_SCRIPT)
-    loader = SourceFileLoader("__main__", str(tmp_path / "script.py"))
-    script = importlib.util.module_from_spec(ModuleSpec("__main__", loader, origin=loader.path))
-    script.__file__ = loader.path
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    loader.exec_module(script)
-    with pytest.raises(SaveError, match="Limited uses 'LIMIT', which is defined in the script"):
-        source_files.write(tmp_path, "hooks", script.Limited)
-    source_files.write(tmp_path, "hooks", script.Letters)
-    scope: dict[str, Any] = {}
-    exec((tmp_path / "hooks.py").read_text(), scope)
-    assert scope["Hooks"]().preprocess("abba") == 2
-
-
 _VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
 
 
@@ -288,13 +250,14 @@ def test_hooks_of_the_user_read_the_tokenizer_from_the_folder(tmp_path: Path) ->
     assert {entry["name"] for entry in document["output"]} == {"label", "share"}
 
 
-def test_model_without_a_tokenizer_takes_tokens_of_any_number(tmp_path: Path) -> None:
-    tokens = torch.ones(2, 5, dtype=torch.long)
-    document = _saved(
-        tmp_path, _bert("BertModel"), example_inputs={"input_ids": tokens, "attention_mask": tokens}
-    )
-    assert _tensors(document, "input") == {"input_ids": [-1], "attention_mask": [-1]}
-    assert [entry["optional"] for entry in document["input"]] == [False, True]
+def test_model_without_a_tokenizer_takes_tokens_and_returns_no_cache(tmp_path: Path) -> None:
+    tokens = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
+    shapes = {"input_ids": {1: Dim("length")}}
+    settings = {"vocab_size": 9, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
+    document = _saved(tmp_path, model, example_inputs=tokens, dynamic_shapes=shapes)
+    assert _tensors(document, "input") == {"input_ids": [-1]}
+    assert _tensors(document, "output") == {"logits": [-1, 9]}
 
 
 def test_model_with_an_image_processor_takes_files(tmp_path: Path) -> None:
@@ -331,7 +294,8 @@ _MODULE = {"format": "module"}
         ),
         (saved.Total(), {"max_batch_size": 4}, LoadError, "output 'OUTPUT__0' is float32"),
         (models.Affine(), {"hooks": models.Measure}, SaveError, "expected a dict of the inputs"),
-        (saved.Branches(2.0), _HOOKED | {"format": "export"}, SaveError, r"write hooks\.py"),
+        (models.Affine(), _HOOKED | {"hooks": type("Own", (), {})}, SaveError, "file and import"),
+        (models.Affine(), _HOOKED | {"format": "export"}, SaveError, r"write hooks\.py"),
         (torch.jit.script(models.Affine()), {}, SaveError, "is a RecursiveScriptModule. .* init"),
         (models.Affine(), {"format": "torchscript"}, SaveError, "one of module, .* Use format="),
         (models.Affine(), {"processor": object()}, SaveError, "expected a tokenizer or an image"),

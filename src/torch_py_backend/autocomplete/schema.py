@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -36,13 +36,11 @@ from torch_py_backend.values import Item, Value
 
 # The max_batch_size of a model that takes any number of rows.
 DEFAULT_BATCH_SIZE = 8
-# A larger limit in an exported program stands for "any number of rows".
 _MAX_BATCH_SIZE = 4096
 _EXAMPLE = (
     f"{example_inputs.NAME}.safetensors in the version folder, or a function"
     f" {example_inputs.NAME}() in model.py or hooks.py"
 )
-_NONE: Mapping[str, Collection[int]] = {}
 
 
 def describe(
@@ -55,15 +53,14 @@ def describe(
     With `finds_batch`, a model with listed inputs is tried for a batch dimension, too.
     """
     document = json.loads(arguments["model_config"])
-    not_run = [*map(document.get, ("batch_input", "batch_output", "sequence_batching"))]
-    not_run.append(document.get("model_transaction_policy", {}).get("decoupled"))
-    if any(not_run):
+    config = model_config.parse(arguments, complete=False)
+    ragged = document.get("batch_input") or document.get("batch_output")
+    if ragged or config.sequencing is not None or config.decoupled:
         raise ConfigError(
             "config.pbtxt lacks inputs or outputs, which are not inferred for ragged inputs and"
             " outputs, sequences and decoupled models",
             expected="data_type and dims of each input and output",
         )
-    config = model_config.parse(arguments, complete=False)
     batched = None  # it is found out
     if config.max_batch_size or (document.get("input") and not finds_batch):
         batched = config.max_batch_size > 0
@@ -76,13 +73,20 @@ def describe(
         device = torch.device("cuda", torch.cuda.current_device())  # it runs on no other device
     loaded = registry.load(artifact, with_batch, device)
     if hooks is None and loaded.traced is not None:
-        inputs, outputs = loaded.traced
+        inputs, *outputs = loaded.traced
         if batched is None:  # a fixed first dimension is not taken for a batch
-            values = (*inputs.values(), *outputs.values())
+            values = (*inputs.values(), *outputs[0].values())
             batched = all(v.ndim and not isinstance(v.shape[0], int) for v in values)
-        inferred = _schema(inputs, outputs, loaded.rows.most, batched=batched)
     else:
-        inferred = _try(config, document, loaded, hooks, device, batched=batched)
+        inputs, outputs, batched = _try(
+            config, document, loaded, hooks or Hooks(), device, batched=batched
+        )
+    size = min(loaded.rows.most or DEFAULT_BATCH_SIZE, _MAX_BATCH_SIZE) if batched else 0
+    inferred = {
+        "input": entries(inputs, batched=batched),
+        "output": entries(*outputs, batched=batched),
+        "max_batch_size": size,
+    }
     return inferred | {key: document[key] for key in inferred if document.get(key)}
 
 
@@ -90,14 +94,14 @@ def _try(
     config: ModelConfig,
     document: Document,
     loaded: Loaded,
-    hooks: Hooks | None,
+    hooks: Hooks,
     device: torch.device,
     *,
     batched: bool | None,
-) -> JsonObject:
-    """Return the schema of a model that is run with its example, or with made-up values.
+) -> tuple[Item, list[Item], bool]:
+    """Run a model with its example, or with made-up values.
 
-    Output dims that differ between sizes of the inputs are -1.
+    Return its inputs, its outputs for several sizes of them, and whether it has a batch.
     """
     example = example_inputs.find(config, loaded.artifact)
     if not document.get("input") and example is None:
@@ -107,15 +111,14 @@ def _try(
             cure="Add one of them, or write the inputs and outputs into config.pbtxt. `init` takes"
             " them as --example FILE, or --input NAME:TYPE:DIMS for each.",
         )
-    run = partial(_run, config, loaded, hooks or Hooks(), device)
-    items = partial(_items, config, document, example or {}, hooked=hooks is not None)
+    run = partial(_run, config, loaded, hooks, device)
+    items = partial(_items, config, document, example or {}, hooked=any(hooks))
     try:
         if batched is None:
-            per_batch = hooks is not None and bool(hooks.per_batch)
             rows_alike = partial(run, batched=True)
-            batched = per_batch or is_batch(rows_alike, items(batched=True)[0])
+            batched = bool(hooks.per_batch) or is_batch(rows_alike, items(batched=True)[0])
         item, *others = items(batched=batched)
-        outputs = run(item, batched=batched)
+        outputs = [run(item, batched=batched)]
     except ForwardError as error:
         if example is not None:
             raise
@@ -124,14 +127,10 @@ def _try(
             f" {error}",
             cure=f"Correct the inputs, add {_EXAMPLE}, or write the outputs into config.pbtxt.",
         ) from error
-    varying: dict[str, set[int]] = {name: set() for name in outputs}
     for other in others:
         with contextlib.suppress(ForwardError, InputError, OutputError):
-            again = run(other, batched=batched)
-            for name in outputs.keys() & again.keys():
-                sizes = zip(again[name].shape, outputs[name].shape, strict=False)
-                varying[name] |= {dim for dim, (size, own) in enumerate(sizes) if size != own}
-    return _schema(item, outputs, loaded.rows.most, batched=batched, varying=varying)
+            outputs.append(run(other, batched=batched))
+    return item, outputs, batched
 
 
 def _items(
@@ -191,55 +190,32 @@ def is_batch(run: Callable[[Item], Item], item: Item) -> bool:
     if len(sizes) != 1 or 0 in sizes:
         return False
     (rows,) = sizes
-    twice = [*range(rows)] * 2
-    doubled: Item = {name: value[twice] for name, value in item.items()}
     try:
-        outputs, of_doubled = run(item), run(doubled)
+        outputs = run(item)
+        doubled = run({name: value[[*range(rows)] * 2] for name, value in item.items()})
     except Exception:  # it takes no other number of rows
         return False
-    return outputs.keys() == of_doubled.keys() and all(
-        value.shape[:1] == (rows,)
-        and of_doubled[name].shape == (2 * rows, *value.shape[1:])
-        and of_doubled[name].dtype == value.dtype
+    return outputs.keys() == doubled.keys() and all(
+        value.shape[:1] == (rows,) and doubled[name].shape == (2 * rows, *value.shape[1:])
         for name, value in outputs.items()
     )
 
 
-def _schema(
-    inputs: Mapping[str, Value],
-    outputs: Mapping[str, Value],
-    most: int | None,
-    *,
-    batched: bool,
-    varying: Mapping[str, Collection[int]] = _NONE,
-) -> JsonObject:
-    """Return the schema of values; a call takes at most `most` rows; None: any number."""
-    if most is None or most > _MAX_BATCH_SIZE:
-        most = DEFAULT_BATCH_SIZE
-    return {
-        "input": entries(inputs, batched=batched),
-        "output": entries(outputs, batched=batched, varying=varying),
-        "max_batch_size": most if batched else 0,
-    }
-
-
 def entries(
-    values: Mapping[str, Value],
-    *,
-    batched: bool,
-    varying: Mapping[str, Collection[int]] = _NONE,
+    values: Mapping[str, Value], *others: Mapping[str, Value], batched: bool
 ) -> list[JsonObject]:
     """Return values with all dims as inputs or outputs of config.pbtxt.
 
-    Dims are -1 whose sizes vary, by the name of the value, or are not fixed in a program.
+    Dims are -1 whose sizes differ in other values, or are not fixed in a program.
     """
     listed = []
     for name, value in values.items():
         is_tensor = isinstance(value, Tensor)
         data_type = dtypes.config_name(value.dtype) if is_tensor else "TYPE_STRING"
         dims = [size if isinstance(size, int) else -1 for size in value.shape]
-        for dim in varying.get(name, ()):
-            dims[dim] = -1
+        for other in others:
+            sizes = zip(dims, other.get(name, value).shape, strict=False)
+            dims = [dim if dim == size else -1 for dim, size in sizes]
         # Without a batch dimension Triton allows no empty dims: a scalar is a list of one value.
         dims = dims[1:] if batched else dims or [1]
         listed.append({"name": name, "data_type": data_type, **pbtxt.dims_entry(dims)})

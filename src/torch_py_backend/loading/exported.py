@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact
-from torch_py_backend.loading.loaded import Loaded, Traced
+from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection, results
 from torch_py_backend.signature.arguments import Signature
-from torch_py_backend.values import ANY_ROWS, Rows
+from torch_py_backend.values import ANY_ROWS, Item, Rows
 
 
 def load(
@@ -44,11 +44,11 @@ def load(
     signature, inputs = _inputs(program, module)
     rows = _rows(program, inputs) if config.max_batch_size else ANY_ROWS
     arguments = (argument.name for argument in signature.arguments)
-    traced = dict(zip(arguments, inputs, strict=True)), _outputs(program)
-    return Loaded(artifact, module, signature, module, rows, traced)
+    traced: Item = dict(zip(arguments, inputs, strict=True))
+    return Loaded(artifact, module, signature, module, rows, (traced, _outputs(program)))
 
 
-def _outputs(program: ExportedProgram) -> Traced:
+def _outputs(program: ExportedProgram) -> Item:
     """Return the outputs as traced, by name."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     nodes = program.graph_signature.user_outputs

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.signature.arguments import Signature
-from torch_py_backend.values import ANY_ROWS, Rows
+from torch_py_backend.values import ANY_ROWS, Item, Rows
 
 # A user's forward(), or what is called in its place: it takes and returns anything.
 Forward: TypeAlias = "Callable[..., Any]"
-# Fake tensors by name. A size of them that is not fixed is no int.
-Traced: TypeAlias = "dict[str, Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,8 @@ class Loaded:
         signature: the inputs of `module`.
         owner: the module with its parameters and buffers; None: it has none, or they are hidden.
         rows: how many rows one call accepts.
-        traced: the inputs and the outputs of an exported program; None: they are not known.
+        traced: the inputs and the outputs of an exported program by name, as fake tensors, whose
+            sizes are no int if they are not fixed; None: they are not known.
         step: advances several streams at once; `module` begins one then.
         close: removes temporary files. May be called several times.
     """
@@ -38,7 +37,7 @@ class Loaded:
     signature: Signature
     owner: nn.Module | None = None
     rows: Rows = ANY_ROWS
-    traced: tuple[Traced, Traced] | None = None
+    traced: tuple[Item, Item] | None = None
     step: Callable[[list[Any]], Any] | None = None
     close: Callable[[], object] = lambda: None
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._pytree import TreeSpec
 
 from torch_py_backend.autocomplete import schema
 from torch_py_backend.config.pbtxt import JsonObject
@@ -22,24 +20,21 @@ from torch_py_backend.signature.results import named_leaves
 from torch_py_backend.values import Item, Value
 
 
-@dataclass(slots=True)
-class Example:
+class Example(NamedTuple):
     """Valid inputs of a module.
 
     Attributes:
         item: the inputs of a request by name; strings are arrays of objects.
-        max_batch_size: that of config.pbtxt.
-        entries: the inputs in config.pbtxt.
+        config: `input` and `max_batch_size` of config.pbtxt.
         arguments: the tree of forward()'s arguments by name, whose leaves are those of the item;
             None: hooks make them from the item.
         outputs: those of the module, on the CPU; empty with hooks.
     """
 
     item: Item
-    max_batch_size: int
-    entries: list[JsonObject]
-    arguments: TreeSpec | None = None
-    outputs: Item = field(default_factory=dict)
+    config: JsonObject
+    arguments: Any = None
+    outputs: Item = {}  # noqa: RUF012
 
 
 def from_arguments(
@@ -62,7 +57,7 @@ def from_arguments(
         dynamic_shapes = dict(zip(arguments, dynamic_shapes, strict=False))
     leaves, tree = pytree.tree_flatten_with_path(arguments)
     item: Item = {}
-    dynamic = {}
+    resized: dict[str, Tensor] = {}
     for path, value in leaves:
         keys = [introspection.path_key(key) for key in path]
         # The keys of a dict that is the only argument are names of inputs.
@@ -76,27 +71,26 @@ def from_arguments(
                 expected="a tensor",
                 cure="Leave it out if it has a default.",
             )
-        item[name], dynamic[name] = value, _dynamic_dims(dynamic_shapes, keys)
+        item[name] = resized[name] = value
+        for dim in _dynamic_dims(dynamic_shapes, keys):
+            resized[name] = resized[name].narrow(dim, 0, 0)
 
     def run(item: Mapping[str, Value]) -> Item:
         # Copied, because forward() may change them in place.
         copies = [torch.as_tensor(value).clone() for value in item.values()]
-        result = module(**pytree.tree_unflatten(copies, tree))
-        leaves = named_leaves(result).items()
+        leaves = named_leaves(module(**pytree.tree_unflatten(copies, tree))).items()
         return {name: leaf.detach().cpu() for name, leaf in leaves if isinstance(leaf, Tensor)}
 
     outputs = run(item)
-    batched = bool(max_batch_size)
     if max_batch_size is None:
-        batched = schema.is_batch(run, item)
-    if not batched:  # Triton has no tensors without dimensions
+        max_batch_size = _default_size(item) if schema.is_batch(run, item) else 0
+    if not max_batch_size:  # Triton has no tensors without dimensions
         item, outputs = (
             {name: torch.atleast_1d(torch.as_tensor(value)) for name, value in values.items()}
             for values in (item, outputs)
         )
-    entries = schema.entries(item, batched=batched, varying=dynamic)
-    size = _batch_size(item, max_batch_size) if batched else 0
-    return Example(item, size, entries, tree, outputs)
+    entries = schema.entries(item, resized, batched=max_batch_size > 0)
+    return Example(item, {"input": entries, "max_batch_size": max_batch_size}, tree, outputs)
 
 
 def from_requests(example_inputs: object, max_batch_size: int | None) -> Example:
@@ -113,16 +107,14 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
         else np.array(value, dtype=np.object_).reshape(shape)
         for name, value in example_inputs.items()
     }
-    size = _batch_size(item, max_batch_size)
-    return Example(item, size, schema.entries(item, batched=size > 0))
+    if max_batch_size is None:
+        max_batch_size = _default_size(item)
+    entries = schema.entries(item, batched=max_batch_size > 0)
+    return Example(item, {"input": entries, "max_batch_size": max_batch_size})
 
 
-def _batch_size(item: Item, max_batch_size: int | None) -> int:
-    """Return the max_batch_size of the config; None: the default."""
-    if max_batch_size is not None:
-        return max_batch_size
-    first = next(iter(item.values()))
-    return max(schema.DEFAULT_BATCH_SIZE, *first.shape[:1])
+def _default_size(item: Item) -> int:
+    return max(schema.DEFAULT_BATCH_SIZE, *next(iter(item.values())).shape[:1])
 
 
 def _dynamic_dims(shapes: Any, keys: Sequence[int | str]) -> set[int]:

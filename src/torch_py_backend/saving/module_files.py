@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+import sys
+import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -12,79 +14,103 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.config.pbtxt import Document
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError
-from torch_py_backend.loading import aotinductor
+from torch_py_backend.loading import aotinductor, source_dependencies
 from torch_py_backend.loading.discovery import HOOKS
-from torch_py_backend.model_folders.artifact_files import EXAMPLE
-from torch_py_backend.saving import source_files
+from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.saving.examples import Example
+from torch_py_backend.signature import introspection
 from torch_py_backend.values import Item
 
 Format: TypeAlias = Literal["module", "export", "aoti"]
 
-_CHECK = "aot_inductor.check_lowerbound"
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Return whether a module is a model of transformers, which writes itself."""
+    package = type(module).__module__.partition(".")[0]
+    return package == "transformers" and hasattr(module, "save_pretrained")
 
 
 def write_source(
-    folder: Path, module: nn.Module, kwargs: Document, pretrained: Sequence[Any]
-) -> Document:
-    """Write the class and its weights; return the options of the model.
-
-    `pretrained` are parts that write themselves: a model of transformers, and its processor.
-    """
+    folder: Path, module: Any, kwargs: Mapping[str, object], processor: Any
+) -> JsonObject:
+    """Write the class and its weights; return the options of the model."""
     folder.mkdir(parents=True)
     name = type(module).__name__
-    options: Document = {"MODEL_KWARGS": kwargs} if kwargs else {}
-    for part in pretrained:
-        part.save_pretrained(folder)
-    if pretrained:
-        return {**options, "MODEL_FACTORY": f"transformers:{name}"}
-    source_files.write(folder, "model", type(module))
-    own = module.state_dict(keep_vars=True)
-    # A file has no views: of tied weights one is written, others that share memory are copied.
-    names = {id(value): key for key, value in own.items()}
-    state = {}
-    for key in names.values():
-        weight = own[key].detach().cpu().contiguous()
-        state[key] = weight.clone() if own[key]._is_view() else weight  # noqa: SLF001  no public name
-    safetensors.torch.save_file(state, folder / "model.safetensors")
-    return {**options, "MODEL_CLASS": name}
+    if is_pretrained(module):
+        for part in filter(None, (module, processor)):
+            part.save_pretrained(folder)
+        names = introspection.from_function(module.forward).named
+        kwargs = {**artifact_files.pretrained_kwargs(names), **kwargs}
+        return {"MODEL_FACTORY": f"transformers:{name}", "MODEL_KWARGS": kwargs}
+    _write_class(folder, "model", type(module))
+    # Of tied weights, the file has one.
+    state = {id(value): (key, value) for key, value in module.state_dict(keep_vars=True).items()}
+    weights = {}
+    for key, value in state.values():
+        weight = value.detach().cpu().contiguous()
+        # A file has no views.
+        weights[key] = weight.clone() if value._is_view() else weight  # noqa: SLF001  no public name
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    return {"MODEL_CLASS": name} | ({"MODEL_KWARGS": kwargs} if kwargs else {})
+
+
+def _write_class(folder: Path, stem: str, value: type) -> None:
+    """Write the import of a class into model.py or hooks.py, where the class of hooks is `Hooks`.
+
+    The files of a module that is not installed are copied; one of them may have that name itself.
+    """
+    module, name = value.__module__, value.__name__
+    if module == "__main__" or getattr(sys.modules[module], name, None) is not value:
+        raise SaveError(
+            f"{value.__qualname__} cannot be imported: it is defined in a script, a notebook or a"
+            " function",
+            cure="Put the class and what it uses into a .py file and import it.",
+        )
+    source = Path(sys.modules[module].__file__ or "").absolute()
+    in_packages = not {"site-packages", "dist-packages"}.isdisjoint(source.parts)
+    if not in_packages and not source.is_relative_to(sysconfig.get_path("stdlib")):
+        parts = module.split(".")
+        root = source.parents[len(parts) - (source.name != "__init__.py")]
+        for place, file in source_dependencies.modules(root, parts[0]).items():
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / place)
+    served = "Hooks" if stem == "hooks" else name
+    alias = f" as {served}" if served != name else ""
+    line = f"from {module} import {name}{alias}\n"
+    if module == stem:  # which does not import itself
+        line = alias and f"\n\n{served} = {name}\n"
+    path = folder / f"{stem}.py"
+    own = path.read_text(encoding="utf-8").rstrip() + "\n" if path.exists() else ""
+    path.write_text(own + line, encoding="utf-8")
 
 
 def write_program(
     folder: Path, module: nn.Module, example: Example, shapes: Any, *, compiled: bool
-) -> Document:
-    """Export a module to a file; `compiled`: as a package of AOTInductor. Return no options.
+) -> None:
+    """Export a module to a file; `compiled`: as a package of AOTInductor.
 
     A package serves one row as such, without a check of minimum sizes, if only the batch is
     dynamic; its answer has to be compared.
     """
-    if example.arguments is None:
-        raise SaveError(
-            "hooks are given, and the module is saved as a program",
-            expected="a module whose class can be imported",
-            cure="Put the class into a .py file, or write hooks.py beside the program.",
-        )
     # Copied: torch.export takes one tensor in two places for one input.
     tensors = [torch.as_tensor(value).clone() for value in example.item.values()]
-    if example.max_batch_size and tensors[0].shape[0] == 1:
-        # torch.export takes a size of 1 for a constant.
+    rows = example.config["max_batch_size"]
+    if rows and len(tensors[0]) == 1:  # torch.export takes a size of 1 for a constant
         tensors = [torch.cat([tensor, tensor]) for tensor in tensors]
-    batch_alone = example.max_batch_size > 0 and shapes is None
-    if batch_alone:
+    options = {}
+    if rows and shapes is None:
         batch = {0: torch.export.Dim("batch", min=1)}
         shapes = pytree.tree_unflatten([batch] * len(tensors), example.arguments)
+        options["aot_inductor.check_lowerbound"] = False  # by default, a package takes 2 rows
     kwargs = pytree.tree_unflatten(tensors, example.arguments)
     program = torch.export.export(module, (), kwargs, dynamic_shapes=shapes)
     folder.mkdir(parents=True)
-    if not compiled:
+    if compiled:
+        aotinductor.compile_program(program, folder / "model.pt2", options)
+    else:
         torch.export.save(program, folder / "model.pt2")
-        return {}
-    # By default, a package takes at least 2 rows.
-    options = {_CHECK: False} if batch_alone else {}
-    aotinductor.compile_program(program, folder / "model.pt2", options)
-    return {}
 
 
 def write_beside(folder: Path, hooks: type | Path | None, item: Item) -> None:
@@ -95,7 +121,7 @@ def write_beside(folder: Path, hooks: type | Path | None, item: Item) -> None:
     if isinstance(hooks, Path):
         shutil.copyfile(hooks, folder / HOOKS)
     elif hooks is not None:
-        source_files.write(folder, "hooks", hooks)
+        _write_class(folder, "hooks", hooks)
     # Cloned: they may share memory.
     tensors = {
         name: value.detach().cpu().contiguous().clone()
@@ -103,7 +129,7 @@ def write_beside(folder: Path, hooks: type | Path | None, item: Item) -> None:
         if isinstance(value, Tensor)
     }
     if len(tensors) == len(item):
-        safetensors.torch.save_file(tensors, folder / EXAMPLE)
+        safetensors.torch.save_file(tensors, folder / artifact_files.EXAMPLE)
     else:
         lines = ["", "", "def example_inputs():", "    import torch", "", "    return {"]
         for name, value in item.items():

@@ -14,23 +14,23 @@ import torch
 from torch import nn
 
 from torch_py_backend.config import pbtxt, removed_names
-from torch_py_backend.config.pbtxt import Document
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError, a_type, about, summarize
-from torch_py_backend.model_folders import artifact_files, creation
+from torch_py_backend.model_folders import creation
 from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.examples import Example
 from torch_py_backend.saving.module_files import Format
-from torch_py_backend.signature import introspection
 
-# By an attribute of a processor: its hooks, which are copied as hooks.py, and their example: two
-# texts, and a PNG of one gray pixel.
+# By an attribute of a processor: the file with its hooks, and their example: two texts, and a PNG
+# of one gray pixel.
 _PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a4944415478"
     "9c63a8070000810080d394534a0000000049454e44ae426082"
 )
-_PROCESSORS: Mapping[str, tuple[str, Mapping[str, object]]] = {
-    "pad_token": ("text_hooks.py", {"text": ["a text", "another text, which is longer"]}),
-    "image_mean": ("image_hooks.py", {"image": [_PIXEL, _PIXEL]}),
+_HERE = Path(__file__).parent
+_PROCESSORS: Mapping[str, tuple[Path, Mapping[str, object]]] = {
+    "pad_token": (_HERE / "text_hooks.py", {"text": ["a text", "another text, which is longer"]}),
+    "image_mean": (_HERE / "image_hooks.py", {"image": [_PIXEL, _PIXEL]}),
 }
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,6 @@ def save_model(
     model_kwargs: Mapping[str, object] | None = None,
     hooks: type | None = None,
     processor: Any = None,
-    instances: int = 1,
     parameters: Mapping[str, object] | None = None,
     overwrite: bool = False,
 ) -> Path:
@@ -78,7 +77,6 @@ def save_model(
         processor: the tokenizer or image processor of a transformers model, which is saved in the
             folder. Without `hooks`, the model takes the input `text`, or `image` with the bytes of
             a file.
-        instances: the number of instances; of a module on a GPU, on each GPU.
         parameters: options of config.pbtxt by name; what is not a str is written as JSON.
         overwrite: replace a model folder that has the version 1 alone.
 
@@ -93,17 +91,14 @@ def save_model(
     target = Path(path).absolute()
     creation.check_name(target.name)
     with about(target.name):
-        _check(module, format)
-        package = type(module).__module__.partition(".")[0]
-        pretrained = package == "transformers" and hasattr(module, "save_pretrained")
-        pretrained = pretrained and format in (None, "module")
+        own, request = _hooks_of(module, format, processor, hooks)
         if format is not None:
             formats: tuple[Format, ...] = (format,)
-        elif processor is not None or model_kwargs or pretrained:
+        elif own is not None or model_kwargs or module_files.is_pretrained(module):
             formats = ("module",)
         else:  # torch's own are such as nn.Sequential
+            package = type(module).__module__.partition(".")[0]
             formats = ("export",) if package == "torch" else ("module", "export")
-        own, request = _hooks_of(module, processor, hooks, pretrained=pretrained)
         new_folder = creation.new_folder(target, force=overwrite)
         with _evaluating(module), torch.no_grad(), new_folder as folder:
             if own is not None:
@@ -113,60 +108,37 @@ def save_model(
                 example = examples.from_arguments(
                     module, example_inputs, max_batch_size, dynamic_shapes
                 )
-            kwargs, parts = dict(model_kwargs or {}), list[Any]()
-            if pretrained:
-                parts = [part for part in (module, processor) if part is not None]
-                config = parts[0].config.to_dict()
-                entries = artifact_files.pretrained_inputs(config, [*example.item])
-                if [entry["name"] for entry in entries] == [*example.item]:
-                    example.entries = entries
-                names = introspection.from_function(module.forward).named
-                kwargs = artifact_files.pretrained_kwargs(names) | kwargs
             on_gpu = any(weight.is_cuda for weight in module.parameters())
             kind = "KIND_GPU" if on_gpu else "KIND_CPU"
             document = {
                 **pbtxt.read(folder),
-                "max_batch_size": example.max_batch_size,
-                "input": example.entries,
-                "parameters": pbtxt.parameters(parameters or {}),
-                "instance_group": [{"kind": kind, "count": instances}],
+                **example.config,
+                "instance_group": [{"kind": kind, "count": 1}],
             }
 
-            def write(version: Path, kind: Format) -> Document:
+            def write(kind: Format) -> None:
+                options: dict[str, object] = {}
                 if kind == "module":
-                    return module_files.write_source(version, module, kwargs, parts)
-                return module_files.write_program(
-                    version, module, example, dynamic_shapes, compiled=kind == "aoti"
-                )
+                    options = module_files.write_source(
+                        folder / "1", module, model_kwargs or {}, processor
+                    )
+                else:
+                    module_files.write_program(
+                        folder / "1", module, example, dynamic_shapes, compiled=kind == "aoti"
+                    )
+                module_files.write_beside(folder / "1", own, example.item)
+                options |= parameters or {}
+                _complete(folder, {**document, "parameters": pbtxt.parameters(options)}, example)
 
-            _write(folder, formats, write, document, example, own)
+            _write(folder, formats, write)
     return target
 
 
-def _write(
-    folder: Path,
-    formats: Sequence[Format],
-    write: Callable[[Path, Format], Document],
-    document: Document,
-    example: Example,
-    hooks: type | Path | None,
-) -> None:
+def _write(folder: Path, formats: Sequence[Format], write: Callable[[Format], None]) -> None:
     """Write the folder in the first format whose files load, and answer as the module does."""
     for kind in formats:
         try:
-            options = write(folder / "1", kind)
-            module_files.write_beside(folder / "1", hooks, example.item)
-            # Until the config is written: without a max_batch_size in this file, the warm-up
-            # refuses rows that depend on each other.
-            (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
-            reference = None
-            if example.outputs:
-                reference = str(folder.with_name("reference.pt"))
-                torch.save(example.outputs, reference)
-            parameters = {**pbtxt.parameters(options), **document["parameters"]}
-            report = creation.write_config(
-                folder, {**document, "parameters": parameters}, reference=reference
-            )
+            write(kind)
         except Exception as error:
             if kind == formats[-1]:
                 raise
@@ -174,31 +146,31 @@ def _write(
             log.warning(text, folder.name, summarize(error))
             shutil.rmtree(folder)
         else:
-            for warning in report["warnings"]:
-                log.warning("model '%s': %s", folder.name, warning)
             return
 
 
+def _complete(folder: Path, document: JsonObject, example: Example) -> None:
+    """Load the model of a folder, compare its answers with the module's, and write its config."""
+    # Until the config is written: without a max_batch_size in this file, the warm-up refuses rows
+    # that depend on each other.
+    (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
+    reference = None
+    if example.outputs:
+        reference = str(folder.with_name("reference.pt"))
+        torch.save(example.outputs, reference)
+    report = creation.write_config(folder, document, reference=reference)
+    for warning in report["warnings"]:
+        log.warning("model '%s': %s", folder.name, warning)
+
+
 def _hooks_of(
-    module: object, processor: object, hooks: type | None, *, pretrained: bool
+    module: nn.Module, kind: str | None, processor: object, hooks: type | None
 ) -> tuple[type | Path | None, object]:
-    """Return the user's hooks, or the file of the processor's and its example of a request."""
-    known = [value for attribute, value in _PROCESSORS.items() if hasattr(processor, attribute)]
-    if processor is not None and not (pretrained and (known or hooks)):
-        raise SaveError(
-            f"processor is {a_type(processor)} for {a_type(module)}",
-            expected="a tokenizer or an image processor for a model of transformers, in the format"
-            " module",
-            cure="Prepare the inputs in a class, and pass it as hooks.",
-        )
-    if hooks is not None or not known:
-        return hooks, None
-    file, request = known[0]
-    return Path(__file__).with_name(file), request
+    """Return the user's hooks, or the file of the processor's and its example of a request.
 
-
-def _check(module: object, kind: object) -> None:
-    """Raise SaveError for a module or a format that cannot be saved."""
+    Raises:
+        SaveError: the arguments do not fit together.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         raise SaveError(
             f"module is {a_type(module)}",
@@ -210,6 +182,22 @@ def _check(module: object, kind: object) -> None:
             expected=f"one of {', '.join(get_args(Format))}",
             cure=removed_names.FORMATS.get(str(kind), ""),
         )
+    known = [value for attribute, value in _PROCESSORS.items() if hasattr(processor, attribute)]
+    fits = module_files.is_pretrained(module) and (known or hooks)
+    if processor is not None and not fits:
+        raise SaveError(
+            f"processor is {a_type(processor)} for {a_type(module)}",
+            expected="a tokenizer or an image processor for a model of transformers",
+            cure="Prepare the inputs in a class, and pass it as hooks.",
+        )
+    own, request = known[0] if hooks is None and known else (hooks, None)
+    if own is not None and kind in ("export", "aoti"):
+        raise SaveError(
+            f"format is {kind}, and the model has hooks",
+            expected="the format module",
+            cure="Or write hooks.py beside the program.",
+        )
+    return own, request
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
@@ -31,6 +31,8 @@ from torch_py_backend.signature.arguments import (
 log = logging.getLogger(__name__)
 
 Forward: TypeAlias = Callable[..., object]
+# Makes a part of the arguments of the columns of a batch.
+Part: TypeAlias = Callable[[Sequence[Any]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +94,22 @@ def bind_inputs(
     columns: list[str] = []
     args = [_tree(feeds.pop(slot), types.get(slot), columns) for slot in leading]
     kwargs = {slot: _tree(parts, types.get(slot), columns) for slot, parts in feeds.items()}
-    unflatten = signature.unflatten or partial(_filled, (args, kwargs))
+    tensor, bound = ArgumentType.TENSOR, [places[name] for name in columns]
 
     def call(module: Forward, columns: Sequence[object]) -> object:
-        args, kwargs = unflatten(columns)
-        return module(*args, **kwargs)
+        if signature.unflatten is not None:
+            values, named = signature.unflatten(columns)
+            return module(*values, **named)
+        named = {name: part(columns) for name, part in kwargs.items()}
+        return module(*[part(columns) for part in args], **named)
 
     def call_positional(module: Forward, columns: Sequence[object]) -> object:
         return module(*columns)
 
-    is_flat = signature.unflatten is None and not kwargs and args == [*range(len(columns))]
+    is_flat = signature.unflatten is None and not kwargs and bound == [(n, ()) for n in leading]
     # Parts of containers are tensors.
     whole = {slot: kind for slot, kind in types.items() if kind not in CONTAINERS}
     whole |= dict.fromkeys(signature.settings, ArgumentType.VALUE)
-    tensor, bound = ArgumentType.TENSOR, [places[name] for name in columns]
     return InputBinding(
         tuple(columns),
         tuple(tensor if path else whole.get(slot, tensor) for slot, path in bound),
@@ -168,41 +172,32 @@ def _places(
     return known
 
 
-def _tree(feeds: Mapping[Path, str], kind: ArgumentType | None, columns: list[str]) -> Any:
-    """Return an argument, or a part of one, with the numbers of columns as its leaves.
+def _tree(feeds: Mapping[Path, str], kind: ArgumentType | None, columns: list[str]) -> Part:
+    """Return a function that makes an argument, or a part of one, of the columns of a batch.
 
     `feeds` are its inputs by their paths in it, whose names are appended to those of the columns.
     """
     if not feeds:
-        return None
+        return lambda _: None
     if () in feeds:
         if len(feeds) > 1:
             raise BindingError(
                 f"{join_names(feeds.values())} feed an argument and a part of it at once"
             )
         columns.append(feeds[()])
-        return len(columns) - 1
+        return operator.itemgetter(len(columns) - 1)
     branches: dict[int | str, dict[Path, str]] = {}
     for (key, *below), name in feeds.items():
         branches.setdefault(key, {})[tuple(below)] = name
     parts = {key: _tree(branch, None, columns) for key, branch in branches.items()}
-    if kind is ArgumentType.DICT or not all(isinstance(key, int) for key in branches):
-        return {str(key): part for key, part in parts.items()}
-    if branches.keys() != set(range(len(branches))):
+    if kind is ArgumentType.DICT or not all(isinstance(key, int) for key in parts):
+        return lambda columns: {str(key): part(columns) for key, part in parts.items()}
+    if parts.keys() != set(range(len(parts))):
         raise BindingError(
             f"{join_names(feeds.values())} leave gaps in a list",
-            expected=f"items 0 to {len(branches) - 1}",
+            expected=f"items 0 to {len(parts) - 1}",
         )
     items = [parts[index] for index in range(len(parts))]
-    return tuple(items) if kind is ArgumentType.TUPLE else items
-
-
-def _filled(tree: Any, columns: Sequence[object]) -> Any:
-    """Return a tree with columns in place of their numbers."""
-    if isinstance(tree, int):
-        return columns[tree]
-    if isinstance(tree, dict):
-        return {key: _filled(part, columns) for key, part in tree.items()}
-    if tree is None:
-        return None
-    return type(tree)([_filled(part, columns) for part in tree])
+    if kind is ArgumentType.TUPLE:
+        return lambda columns: tuple([part(columns) for part in items])
+    return lambda columns: [part(columns) for part in items]
