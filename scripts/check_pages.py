@@ -18,7 +18,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from torch_py_backend import errors
-from torch_py_backend.config import options, removed_names
+from torch_py_backend.config.removed_names import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
@@ -35,19 +35,17 @@ _VALUE = re.compile(r"…(?: is )?|(?:; |^)expected ")
 # The page for those who come from an older repository may name what is gone.
 _MAY_NAME_REMOVED = {"CHANGELOG.md", "migrate.md"}
 _MARKDOWN = MarkdownIt().enable("table")
-_REMOVED_OPTIONS = sorted(removed_names.OPTIONS.keys() - {row.key for row in options.TABLE})
-_REMOVED_VALUES = sorted(removed_names.OPTIMIZE.keys() - {*options.OPTIMIZATIONS})
 # Options and flags are words of their own; values of OPTIMIZE and commands occur in other senses,
 # and count only in a context.
 _REMOVED = re.compile(
     "|".join(
         [
-            *(rf"(?<!\w){name}\b" for name in _REMOVED_OPTIONS if name != "STATE"),
-            *(rf"['\"]{name}['\"]" for name in _REMOVED_OPTIONS if name == "STATE"),
-            *(rf"(?<!\S){flag}\b" for flag in removed_names.FLAGS),
-            *(rf"torch-py-backend {command}\b" for command in removed_names.COMMANDS),
-            *(rf"\b{value}\b" for value in _REMOVED_VALUES if "_" in value),
-            *(rf"format=['\"]{name}['\"]" for name in removed_names.FORMATS),
+            r"['\"]STATE['\"]",
+            *(rf"(?<!\w){name}\b" for name in NAMES["parameter"] if name != "STATE"),
+            *(rf"(?<!\S){flag}\b" for flag in NAMES["flag"]),
+            *(rf"torch-py-backend {command}\b" for command in NAMES["command"]),
+            *(rf"\b{value}\b" for value in NAMES["OPTIMIZE"] if "_" in value),
+            *(rf"format=['\"]{name}['\"]" for name in NAMES["format"]),
         ]
     )
 )

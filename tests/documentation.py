@@ -11,14 +11,16 @@ Every fenced block has a language, and one of these titles or none:
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from torch_py_backend.config.options import TABLE, OptionRow, boolean, yes_no
+from torch_py_backend.config.options import Options, boolean, yes_no
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -88,20 +90,21 @@ def table() -> str:
     """Return the table of options: the code's options, with their meanings in the page."""
     old = generated(OPTIONS, "options")
     meanings = dict(re.findall(r'^\| <a id="(\w+)">.* \| (.+) \|$', old, re.MULTILINE))
-    rows = [_row(row) + meanings.get(row.key.lower(), "") + " |" for row in TABLE]
+    rows = [_row(row) + meanings.get(row.name, "") + " |" for row in dataclasses.fields(Options)]
     return "\n".join(["| option | value | default | meaning |", "|---|---|---|---|", *rows])
 
 
-def _row(row: OptionRow) -> str:
-    keys = ", ".join(f"`{key}`" for key in (row.key, *row.aliases))
+def _row(row: dataclasses.Field[Any]) -> str:
+    parser, aliases = row.metadata["parser"], row.metadata["aliases"]
+    keys = ", ".join(f"`{key}`" for key in (row.name.upper(), *aliases))
     defaults: dict[object, str] = {None: "unset", (): "`none`"}
     default = defaults.get(row.default, f"`{str(row.default).lower()}`")
-    if row.parser is yes_no:
+    if parser is yes_no:
         default = "`yes`" if row.default else "`no`"
-    accepted = "boolean" if row.parser is boolean else row.parser.accepted
+    accepted = "boolean" if parser is boolean else parser.accepted
     if accepted.startswith("a JSON object"):  # the meaning has an example
         accepted = "a JSON object"
-    return f'| <a id="{row.key.lower()}"></a>{keys} | {accepted} | {default} | '
+    return f'| <a id="{row.name}"></a>{keys} | {accepted} | {default} | '
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ _VECTOR = f"input [{{ {_X} dims: [ 4 ] }}]\n{_Y}"
 VALID = f'backend: "pytorch_py" max_batch_size: 8\n{_VECTOR}'
 
 
-def _input(fields: str, rows: int = 8) -> str:
-    return f'backend: "pytorch_py" max_batch_size: {rows}\ninput [{{ {_X} {fields} }}]\n{_Y}'
+def _input(fields: str) -> str:
+    return f'backend: "pytorch_py" max_batch_size: 8\ninput [{{ {_X} {fields} }}]\n{_Y}'
 
 
 # By the model's name: the text of its config.pbtxt, and a part of the error of `check`.
@@ -20,7 +20,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "no_dims": (_input("dims: [ ]"), "input 'x' has dims []"),
     "no_size": (_input("dims: [ 0 ]"), "input 'x' has dims [0]"),
     "negative_size": (_input("dims: [ 4, -2 ]"), "input 'x' has dims [4, -2]"),
-    "negative_batch": (_input("dims: [ 4 ]", rows=-1), "max_batch_size is -1"),
     "versions": (
         f"{VALID}version_policy {{ specific {{ versions: [ 7 ] }} }}",
         "the model folder has no version that is served; expected a folder named 7",

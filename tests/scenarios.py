@@ -475,7 +475,7 @@ OPTIONS = (
         " DISABLE_OPTIMIZED_EXECUTION=1 ENABLE_JIT_EXECUTOR=false ENABLE_JIT_PROFILING=0"
         " ENABLE_TENSOR_FUSER=off ENABLE_NVFUSER=true ENABLE_CACHE_CLEANING=true"
         " ENABLE_WEIGHT_SHARING=false",
-        "the parameter ENABLE_NVFUSER has no effect",
+        "the parameter ENABLE_NVFUSER is unknown and ignored",
         *(3, 1, 0, 0, 0, 0, 0, 0, 0),
     ),
     _settings(
@@ -978,7 +978,7 @@ LOAD_ERRORS = (
     _refused_state(
         "iterative_sequences",
         sequencing(state(), controls="iterative_sequence: true"),
-        "sequence_batching contains",
+        "no Python-based backend supports",
     ),
 )
 

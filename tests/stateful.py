@@ -12,8 +12,13 @@ import torch
 from torch import nn
 
 from torch_py_backend.config import dtypes
-from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.config.sequence_config import ControlInput, SequenceConfig, State
+from torch_py_backend.config.model_config import (
+    ModelConfig,
+    Origin,
+    SequenceConfig,
+    State,
+    TensorSpec,
+)
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
@@ -35,7 +40,7 @@ def make_state(
     return State(*names, dtypes.from_triton(dtype), dims, begins, file)
 
 
-def config(*states: State, controls: Sequence[ControlInput] = (), **overrides: Any) -> ModelConfig:
+def config(*states: State, controls: Sequence[TensorSpec] = (), **overrides: Any) -> ModelConfig:
     sequencing = SequenceConfig(IDLE_S, tuple(controls), states, True, 8)
     plain = build.config(sequencing=sequencing, **overrides)
     inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in states)

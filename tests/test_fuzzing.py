@@ -27,6 +27,8 @@ from torch_py_backend.errors import LoadError
 from torch_py_backend.loading import discovery, source_dependencies
 from torch_py_backend.model_folders.artifact_files import unpack_archive
 
+_KEYS = list(options.TABLE)
+
 
 def _artifact(folder: Path, data: bytes) -> None:
     """Discovery of a model, and what is known of it before it is loaded."""
@@ -56,10 +58,9 @@ def _source(folder: Path, data: bytes) -> None:
 
 def _option(folder: Path, data: bytes) -> None:
     """One parameter of config.pbtxt, chosen by the first byte."""
-    row = options.TABLE[data[0] % len(options.TABLE)] if data else options.TABLE[0]
-    text = data[1:].decode(errors="replace")
+    key = _KEYS[data[0] % len(_KEYS)] if data else _KEYS[0]
     with contextlib.suppress(LoadError):
-        options.parse({row.key: {"string_value": text}})
+        options.parse({key: {"string_value": data[1:].decode(errors="replace")}})
 
 
 def _config(folder: Path, data: bytes) -> None:
@@ -113,8 +114,7 @@ def _state_dict() -> bytes:
 
 
 def _parameter(key: str, text: str) -> bytes:
-    keys = [row.key for row in options.TABLE]
-    return bytes([keys.index(key)]) + text.encode()
+    return bytes([_KEYS.index(key)]) + text.encode()
 
 
 _JSON = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "../b.safetensors"}}

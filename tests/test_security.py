@@ -95,11 +95,11 @@ def test_example_inputs_are_safetensors_and_nothing_else(tmp_path: Path, damage:
 def test_options_are_not_evaluated(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     code = f"__import__('os').mkdir('{mark}')"
-    for row in options.TABLE:
+    for key in options.TABLE:
         for text in (code, json.dumps({"x": code}), f"[{code}]"):
             with contextlib.suppress(ConfigError):
-                options.parse({row.key: {"string_value": text}})
-            assert not mark.exists(), row.key
+                options.parse({key: {"string_value": text}})
+            assert not mark.exists(), key
 
 
 _LONG = "a" * 300

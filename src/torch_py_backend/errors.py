@@ -41,7 +41,6 @@ class ModelError(BackendError):
         expected: str = "",
         cure: str = "",
     ) -> None:
-        self.found, self.cure = found, cure
         problem = found + (f"; expected {expected}" if expected else "")
         if not problem.endswith((".", "?")):  # as the message of another error does
             problem += "."
@@ -126,9 +125,6 @@ class CancelledError(ModelError):
 
     code = "CANCELLED"
 
-    def __init__(self, when: str = "before it ran") -> None:
-        super().__init__(f"the request was cancelled {when}")
-
 
 def named(model: str, error: BackendError) -> str:
     """Return the message of an error about a model, with the model's name before it."""
@@ -186,12 +182,11 @@ def summarize(error: BaseException) -> str:
         message = str(error).strip()
     except Exception:  # raised by __str__ of a class in the model's code
         message = ""
-    if "TorchScript interpreter" in message[:_SEARCHED].partition("\n")[0]:
+    if "TorchScript interpreter" in message[:80]:
         message = message.rpartition("\n")[2]  # a traceback, whose last line is the cause
-    text, kind = sanitize_line(message), type(error).__name__
-    if text.startswith(f"{kind}:") or not text:
-        return text or kind
-    return f"{kind}: {text}"[:_LONGEST]
+    kind = type(error).__name__
+    text = sanitize_line(message).removeprefix(f"{kind}: ")
+    return f"{kind}: {text}"[:_LONGEST] if text else kind
 
 
 def sanitize_line(text: str) -> str:

@@ -172,7 +172,7 @@ class Watch:
             sys.meta_path.remove(self)
 sys.meta_path.insert(0, Watch())
 adapter._check_numpy = lambda: None
-adapter.execution_env.check_running_python = lambda *_: None  # looks for torch
+adapter.execution_env.check_running_python = lambda **_: None  # looks for torch
 adapter.TritonPythonModel().initialize(json.loads({json.dumps(fake_triton.arguments(folder))!r}))
 import torch
 print(torch.get_num_threads(), torch.get_num_interop_threads())

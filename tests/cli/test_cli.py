@@ -69,8 +69,8 @@ def test_install(tmp_path: Path) -> None:
         ("tune models/net --max-error=1", "the table has each candidate's error"),
         ("init /", "/ is a folder without a config.json of transformers"),
         # names of earlier versions
-        ("bench models net", "the command bench was removed. Use perf_analyzer"),
-        ("serve models --poll=5", "the flag --poll was removed. "),
+        ("bench models net", "bench was removed. Use perf_analyzer"),
+        ("serve models --poll=5", "--poll was removed. "),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_1(command: str, text: str, tmp_path: Path) -> None:

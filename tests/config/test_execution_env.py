@@ -36,12 +36,10 @@ def test_another_python_is_refused_in_completion_and_load(
         model.initialize(arguments)
 
 
-@pytest.mark.parametrize(
-    ("named", "python"), [("", "3.99"), ("env.tar.gz", _HERE), ("env.tar.gz", None)]
-)
+@pytest.mark.parametrize(("is_named", "python"), [(False, "3.99"), (True, _HERE), (True, None)])
 def test_no_environment_or_one_for_this_python(
-    named: str, python: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    is_named: bool, python: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = _folder(tmp_path / "env", python) if python else tmp_path
     monkeypatch.setenv("PATH", str(folder / "bin"))
-    execution_env.check_running_python(named)
+    execution_env.check_running_python(is_named=is_named)

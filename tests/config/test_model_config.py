@@ -7,8 +7,12 @@ import build
 import pytest
 
 from torch_py_backend.config import dtypes, model_config
-from torch_py_backend.config.model_config import BatchOutput, ModelConfig
-from torch_py_backend.config.sequence_config import ControlInput, SequenceConfig, State
+from torch_py_backend.config.model_config import (
+    BatchOutput,
+    ModelConfig,
+    SequenceConfig,
+    State,
+)
 
 
 def parsed(**document: Any) -> ModelConfig:
@@ -78,7 +82,6 @@ def test_setting_or_its_default(document: dict[str, Any], field: str, expected: 
 @pytest.mark.parametrize(
     ("changes", "dims"),
     [
-        ({"dims": []}, ()),
         ({"dims": [4], "reshape": {"shape": [2, 2]}}, (2, 2)),
         ({"dims": [1], "reshape": {}}, ()),
         ({"dims": [4], "reshape": None}, (4,)),
@@ -139,7 +142,7 @@ def test_controls(control: dict[str, Any], dtype: str) -> None:
     entry = {"name": "c", "control": [{**empty, **control}]}
     sequencing = parsed(sequence_batching={"control_input": [entry]}).sequencing
     assert sequencing is not None
-    assert sequencing.controls == (ControlInput("c", dtypes.from_triton(dtype)),)
+    assert list(map(str, sequencing.controls)) == [f"c {dtype} [1] (control)"]
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,6 @@ def v1(quota: str) -> dict[str, str]:
         (v2("500000 100000"), 2, 2),
         (v1("-1"), 8, 8),
         (v1("300000"), 8, 3),
-        ({"cpu/cpu.cfs_quota_us": "300000\n"}, 8, 8),
-        (v2("400000 100000") | v1("300000"), 8, 4),
-        (v2("max 100000") | v1("300000"), 8, 3),
     ],
 )
 def test_affinity_and_quota_limit_the_cores(

@@ -132,7 +132,7 @@ TABLE = (
         _traced,
         _LIBTORCH + _parameters(_LIBTORCH_PARAMETERS),
         tuple(Call({"input__0": _IMAGES[:n]}, {"output__0": _LOGITS[:n]}) for n in (1, 3)),
-        logs=("the parameter ENABLE_NVFUSER has no effect",),
+        logs=("the parameter ENABLE_NVFUSER is unknown and ignored",),
     ),
     Scenario(  # reshape gives a model without batches its batch dimension
         "resnet50_tutorial",

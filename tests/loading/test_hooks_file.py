@@ -71,7 +71,7 @@ _ONE = "def preprocess(self, x)"
             method("def inference(self, module)"),
             {},
             ArtifactError,
-            "inference(), which was removed",
+            "hooks.py: inference was removed. Call",
         ),
         (
             method("def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)"),

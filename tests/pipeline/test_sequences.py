@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from stateful import IDLE_S, Served, config, engine, make_state, step
 from torch import Tensor
 
-from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import Origin
-from torch_py_backend.config.sequence_config import ControlInput
 from torch_py_backend.engine import warmup
 from torch_py_backend.errors import ForwardError, InputError, OutputError, UnavailableError
 from torch_py_backend.pipeline.sequences import GRACE_S
@@ -151,10 +149,6 @@ def test_rows_that_fill_a_bucket_do_not_become_states() -> None:
     assert served.send(step(1, 1)) == [2]
 
 
-def _controls(*names: str) -> list[ControlInput]:
-    return [ControlInput(name, dtypes.from_triton("INT32")) for name in names]
-
-
 def _takes_one(x: Tensor, total: Tensor, READY: Tensor) -> Tensor:
     return x
 
@@ -182,10 +176,13 @@ _ALL = ("START", "READY", "CORRID")
 def test_controls_are_taken_by_name_or_number(
     function: Callable[..., Any], controls: tuple[str, ...], taken: tuple[str, ...]
 ) -> None:
-    settings = config(controls=_controls(*controls))
+    origin = Origin.CONTROL
+    specs = [
+        dataclasses.replace(build.spec(name, "INT32", (1,)), origin=origin) for name in controls
+    ]
+    settings = config(controls=specs)
     bound = binding.with_controls(settings, introspection.from_function(function))
-    specs = [spec for spec in bound.inputs if spec.origin is Origin.CONTROL]
-    assert [(spec.name, spec.dims) for spec in specs] == [(name, (1,)) for name in taken]
+    assert tuple(spec.name for spec in bound.inputs if spec.origin is origin) == taken
 
 
 def test_idle_sequences_are_freed_after_a_request_may_have_been_queued() -> None:

@@ -86,7 +86,8 @@ class TritonPythonModel:
         """
         document = auto_complete_model_config.as_dict()
         try:
-            execution_env.check_running_python(execution_env.environment_path(document))
+            is_named = execution_env.KEY in document.get("parameters", {})
+            execution_env.check_running_python(is_named=is_named)
             if autocomplete.is_incomplete(document):
                 logs.install(document["name"])
                 version = Path(pb_utils.get_model_dir())
@@ -101,7 +102,8 @@ class TritonPythonModel:
 
     def _start(self, args: Mapping[str, str]) -> None:
         settings = self._settings = model_config.parse(args)
-        execution_env.check_running_python(settings.options.execution_env_path or "")
+        is_named = settings.options.execution_env_path is not None
+        execution_env.check_running_python(is_named=is_named)
         self._status = instance_status.start(settings)
         share = threads.budget(settings)
         threads.set_environment(share)

@@ -53,7 +53,10 @@ class Answering:
         left = [request.is_cancelled() for request in requests] if checks else []
         if any(left):
             pairs = zip(entries, left, strict=True)
-            entries = [CancelledError() if is_left else entry for entry, is_left in pairs]
+            entries = [
+                CancelledError("the request was cancelled before it ran") if is_left else entry
+                for entry, is_left in pairs
+            ]
         try:
             results = self._run(entries)
         except BaseException as error:  # Triton would send the traceback to every client

@@ -102,7 +102,7 @@ class Streaming:
             # After the final response, the query would read memory that Triton has freed: 24.10
             # dies.
             if not (client.ended or client.refusal) and client.sender.is_cancelled():
-                client.refusal = CancelledError("in mid-stream")
+                client.refusal = CancelledError("the request was cancelled in mid-stream")
                 task.cancel()
 
     async def _finish(self) -> None:

@@ -140,7 +140,7 @@ def _items(
     items = [example]
     if document.get("input"):
         rows = 2 if batched else None
-        listed = model_config.listed_inputs(document)
+        listed = model_config.specs("input", document)
         config = dataclasses.replace(config, inputs=listed, max_batch_size=rows or 0)
         items = [
             example_inputs.item(config, rows, shrunk=shrunk, example=example)
@@ -164,7 +164,7 @@ def _run(
     """Return the outputs for an item by name, with all dims."""
     sizes = [value.shape[0] for value in item.values() if value.ndim]
     rows = sizes[0] if batched and sizes else 0
-    listed = model_config.listed_inputs({"input": entries(item, batched=rows > 0)})
+    listed = model_config.specs("input", {"input": entries(item, batched=rows > 0)})
     config = dataclasses.replace(config, inputs=listed, outputs=(), max_batch_size=rows)
     try:
         with runtime.mode(config.options):

@@ -54,7 +54,9 @@ def app() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of models in any encoding
     try:
-        if advice := removed_names.advice_for_command(sys.argv[1:]):
+        words = [word.partition("=")[0] for word in sys.argv]
+        advice = removed_names.advice("command", words[1:2]) or removed_names.advice("flag", words)
+        if advice:
             raise ToolError(advice)
         commands()
     except (BackendError, OSError) as error:

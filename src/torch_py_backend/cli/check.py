@@ -89,7 +89,7 @@ def _try(
             raise ConfigError(found, expected='the line backend: "pytorch_py"')
         if backend not in _BACKENDS:
             return "SKIPPED", f"{folder.name}: served by {backend}", {"skipped": backend}
-        if execution_env.environment_path(document):
+        if execution_env.KEY in document["parameters"]:
             warnings.append(
                 f"{execution_env.KEY} names an environment; here the model is tried without it,"
                 f" with the packages of {sys.prefix}."

@@ -29,25 +29,21 @@ TABLE = (
     DType("BYTES", None, "object"),
 )
 
-_BY_CONFIG = {dtype.config: dtype for dtype in TABLE}
-_BY_TORCH = {dtype.torch: dtype for dtype in TABLE}
-_BY_TRITON = {dtype.triton: dtype for dtype in TABLE}
-
 
 def config_name(dtype: object) -> str:
     """Return the name of a torch.dtype in config.pbtxt, or its own if Triton has no such type."""
-    known = _BY_TORCH.get(str(dtype).removeprefix("torch."))
-    return known.config if known is not None else str(dtype)
+    name = str(dtype).removeprefix("torch.")
+    return next((known.config for known in TABLE if known.torch == name), str(dtype))
 
 
 def from_triton(name: str) -> DType:
     """Return the type with this name in requests."""
-    return _BY_TRITON[name]
+    return {dtype.triton: dtype for dtype in TABLE}[name]
 
 
 def parse(subject: str, name: str) -> DType:
     """Return the type of `subject` in config.pbtxt; raise ConfigError if it is unknown."""
-    if name not in _BY_CONFIG:
-        names = ", ".join(_BY_CONFIG)
-        raise ConfigError(f"{subject} has data_type {name}", expected=f"one of {names}")
-    return _BY_CONFIG[name]
+    types = {dtype.config: dtype for dtype in TABLE}
+    if name not in types:
+        raise ConfigError(f"{subject} has data_type {name}", expected=f"one of {', '.join(types)}")
+    return types[name]

@@ -12,7 +12,6 @@ import os
 import sys
 from pathlib import Path
 
-from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import PlatformError
 
 KEY = "EXECUTION_ENV_PATH"
@@ -20,21 +19,14 @@ KEY = "EXECUTION_ENV_PATH"
 PACKAGES = ("torch", "numpy", "safetensors")
 
 
-def environment_path(document: Document) -> str:
-    """Return the environment of a config (Triton's JSON); empty if it names none."""
-    entry: Document = document.get("parameters", {}).get(KEY, {})
-    return str(entry.get("string_value", ""))
-
-
-def check_running_python(environment: str) -> None:
+def check_running_python(*, is_named: bool) -> None:
     """Raise PlatformError if packages are missing, or the environment is for another Python."""
     # Every bin/activate, also conda's, puts its folder first.
     folder = Path(os.environ.get("PATH", "").partition(os.pathsep)[0]).parent
-    libraries = folder.glob("lib*/python3.*") if environment else ()
-    versions = {path.name.removeprefix("python") for path in libraries}
+    versions = [path.name.removeprefix("python") for path in folder.glob("lib*/python3.*")]
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if versions and running not in versions:
-        version = min(versions)
+    if is_named and versions and running not in versions:
+        version = versions[0]
         raise PlatformError(
             f"{KEY} names an environment for Python {version}, and the server's stub runs Python"
             f" {running}",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from torch_py_backend.config import conflicts, dtypes, options, pbtxt, sequence_config
+from torch_py_backend.config import conflicts, dtypes, options, pbtxt
 from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.pbtxt import Document
-from torch_py_backend.config.sequence_config import SequenceConfig, State
 from torch_py_backend.errors import ConfigError
+
+# Triton's default.
+_IDLE_MICROSECONDS = 1_000_000
+_BOOLEANS = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
 
 
 class Origin(enum.Enum):
@@ -72,6 +75,43 @@ class BatchOutput(NamedTuple):
 
     name: str
     source: str
+
+
+class State(NamedTuple):
+    """A tensor that a step of a sequence passes to the next step.
+
+    Attributes:
+        input: the name of the input of forward().
+        output: the name of the output of the previous step.
+        dims: its shape, without the batch dimension; -1 means any size.
+        initial: its shape in the first step.
+        file: the file with its bytes in the first step, in the folder `initial_state` of the model;
+            None: it begins with zeros.
+    """
+
+    input: str
+    output: str
+    dtype: DType
+    dims: tuple[int, ...]
+    initial: tuple[int, ...]
+    file: str | None = None
+
+
+class SequenceConfig(NamedTuple):
+    """The settings of sequence_batching. Triton has checked what it uses itself.
+
+    Attributes:
+        idle_s: seconds without a request after which Triton ends a sequence.
+        controls: the inputs with which its scheduler signals START, END, READY or CORRID.
+        direct: whether each sequence has a place in the batch: the strategy `direct`.
+        most: the largest number of sequences that Triton runs on an instance at once.
+    """
+
+    idle_s: float
+    controls: tuple[TensorSpec, ...]
+    states: tuple[State, ...]
+    direct: bool
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +175,12 @@ class ModelConfig:
 def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     """Parse the arguments of Triton's `initialize`, with inputs and outputs if `complete`.
 
-    Raises ConfigError for what is not supported, missing, contradictory or not accepted.
+    Raises ConfigError for what is not supported, contradictory or not accepted.
     """
     document = json.loads(args["model_config"])
-    if document.get("cc_model_filenames"):
-        raise ConfigError("cc_model_filenames is set", cure="Use default_model_filename instead.")
-    sequencing = sequence_config.parse(document)
-    inputs, outputs = [], []
-    if complete:
-        inputs, outputs = _specs("input", document), _specs("output", document)
-        listed = {spec.name for spec in outputs}
-        for state in sequencing.states if sequencing is not None else ():
-            inputs.append(TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE))
-            if state.output not in listed:
-                outputs.append(
-                    TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE)
-                )
-    # The count of a group is per GPU.
     groups = document.get("instance_group", ())
-    instances = []
-    for group in groups:
-        gpus = group.get("gpus", ())
-        instances.append(int(group["count"]) * max(1, len(gpus)))
+    # The count of a group is per GPU.
+    instances = sum(int(group["count"]) * max(1, len(group.get("gpus", ()))) for group in groups)
     config = ModelConfig(
         name=args["model_name"],
         folder=Path(args["model_repository"]).absolute(),
@@ -164,60 +188,111 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         instance=args["model_instance_name"],
         kind=args["model_instance_kind"],
         device_id=int(args["model_instance_device_id"]),
-        instances=max(1, sum(instances)),
+        instances=max(1, instances),
         max_batch_size=document["max_batch_size"],
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
+        inputs=(),
+        outputs=(),
         default_model_filename=document.get("default_model_filename") or None,
         # `runtime` is no evidence: Triton sets it to "model.py" for every Python-based backend.
         python_runtime="pytorch" in (document.get("backend"), document.get("platform")),
         options=options.parse(document.get("parameters", {})),
-        sequencing=sequencing,
+        sequencing=_sequencing(document),
         decoupled=bool(document.get("model_transaction_policy", {}).get("decoupled")),
         dynamic_batching="dynamic_batching" in document,
         response_cache=bool(document.get("response_cache", {}).get("enable")),
-        batch_inputs=tuple(_batch_inputs(document)) if complete else (),
-        batch_outputs=tuple(
-            BatchOutput(name, entry["source_input"][0])
-            for entry in document.get("batch_output", ())
-            for name in entry["target_name"]
-        )
-        if complete
-        else (),
         arguments=args,
     )
-    if complete:
-        conflicts.check(config)
-    return config
+    return _complete(config, document) if complete else config
 
 
-def listed_inputs(document: Document) -> tuple[TensorSpec, ...]:
-    """Return the inputs that a config lists."""
-    return tuple(_spec("input", entry) for entry in document.get("input", ()))
-
-
-def _specs(role: str, document: Document) -> list[TensorSpec]:
-    entries = document.get(role)
-    if not entries:
-        expected = f"at least one {role} with name, data_type and dims"
-        raise ConfigError(f"config.pbtxt lists no {role}", expected=expected)
-    return [_spec(role, entry) for entry in entries]
-
-
-def _batch_inputs(document: Document) -> Iterator[BatchInput]:
-    """Yield the batch inputs, one for each target; Triton has checked them."""
-    for entry in document.get("batch_input", ()):
-        dtype = dtypes.parse("batch_input", entry["data_type"])
-        for name in entry["target_name"]:
-            yield BatchInput(name, entry["kind"], dtype, entry["source_input"][0])
+def specs(role: str, document: Document) -> tuple[TensorSpec, ...]:
+    """Return what a config lists as `input` or `output`."""
+    return tuple(_spec(role, entry) for entry in document.get(role, ()))
 
 
 def _spec(role: str, entry: Document) -> TensorSpec:
+    subject, dims = f"{role} '{entry['name']}'", entry["dims"]
+    if not dims or any(size < 1 and size != -1 for size in dims):  # as Triton does, for `check`
+        expected = "sizes of at least 1, or -1 for any size"
+        raise ConfigError(f"{subject} has dims {dims}", expected=expected)
     return TensorSpec(
         entry["name"],
-        dtypes.parse(f"{role} '{entry['name']}'", entry["data_type"]),
+        dtypes.parse(subject, entry["data_type"]),
         tuple(pbtxt.model_dims(entry)),
         bool(entry.get("optional")),
         bool(entry.get("allow_ragged_batch")),
         reshaped=entry.get("reshape") is not None,
     )
+
+
+def _complete(config: ModelConfig, document: Document) -> ModelConfig:
+    """Return the config with inputs and outputs."""
+    inputs, outputs = specs("input", document), specs("output", document)
+    if not (inputs and outputs):
+        raise ConfigError("config.pbtxt lists no inputs, or no outputs")
+    listed = {spec.name for spec in outputs}
+    for state in config.states:
+        tensor = TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE)
+        inputs += (tensor,)
+        if state.output not in listed:
+            outputs += (replace(tensor, name=state.output),)
+    config = replace(
+        config,
+        inputs=inputs,
+        outputs=outputs,
+        batch_inputs=tuple(
+            BatchInput(
+                name,
+                entry["kind"],
+                dtypes.parse("batch_input", entry["data_type"]),
+                entry["source_input"][0],
+            )
+            for entry in document.get("batch_input", ())
+            for name in entry["target_name"]
+        ),
+        batch_outputs=tuple(
+            BatchOutput(name, entry["source_input"][0])
+            for entry in document.get("batch_output", ())
+            for name in entry["target_name"]
+        ),
+    )
+    conflicts.check(config)
+    return config
+
+
+def _sequencing(document: Document) -> SequenceConfig | None:
+    batching = document.get("sequence_batching")
+    if batching is None:
+        return None
+    if batching.get("iterative_sequence") or batching.get("generative_sequence"):
+        raise ConfigError("no Python-based backend supports iterative or generative sequences")
+    oldest = batching.get("oldest")
+    return SequenceConfig(
+        idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
+        controls=tuple(map(_control, batching.get("control_input", ()))),
+        states=tuple(map(_state, batching.get("state", ()))),
+        direct=oldest is None,
+        most=(oldest or {}).get("max_candidate_sequences") or max(1, document["max_batch_size"]),
+    )
+
+
+def _control(entry: Document) -> TensorSpec:
+    name, (control, *_) = entry["name"], entry["control"]
+    kinds = [kind for key, kind in _BOOLEANS.items() if control.get(key)]
+    if kinds:
+        dtype = dtypes.from_triton(kinds[0])
+    else:  # CORRID
+        dtype = dtypes.parse(f"the control input '{name}'", control["data_type"])
+    return TensorSpec(name, dtype, (1,), origin=Origin.CONTROL)
+
+
+def _state(entry: Document) -> State:
+    dtype = dtypes.parse(f"the state '{entry['input_name']}'", entry["data_type"])
+    # protobuf's JSON has int64 as strings.
+    dims = tuple(map(int, entry["dims"]))
+    # Without an initial state, Triton leaves the values undefined, and uses 1 for sizes of -1.
+    undefined = {"dims": [abs(size) for size in dims]}
+    (initial, *_) = entry.get("initial_state") or [undefined]
+    shape = tuple(map(int, initial["dims"]))
+    names = entry["input_name"], entry["output_name"]
+    return State(*names, dtype, dims, shape, initial.get("data_file"))

@@ -9,7 +9,7 @@ import difflib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from torch_py_backend.config import removed_names
@@ -45,45 +45,32 @@ def _checked(
     return Parser(accepted, parse)
 
 
-def _words(accepted: str, values: Mapping[str, object]) -> Parser:
+def _one_of(values: Mapping[str, object]) -> Parser:
     """Return a parser of words, in any case and with blanks around."""
-    return Parser(accepted, lambda text: values[text.strip().lower()])
+    *words, last = values
+    lower = {word.lower(): value for word, value in values.items()}
+    return Parser(f"{', '.join(words)} or {last}", lambda text: lower[text.strip().lower()])
 
 
-boolean = _words(
-    "true, on, 1, false, off or 0",
-    {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False},
-)
-matmul_precision = _words(
-    "highest, high or medium", {word: word for word in ("highest", "high", "medium")}
-)
-floating = _words(
-    "FP16, BF16, FP32 or FP64", {name.lower(): name for name in ("FP16", "BF16", "FP32", "FP64")}
-)
-# Triton itself reads this parameter in ModelState() and accepts only these two strings:
-# https://github.com/triton-inference-server/python_backend/blob/main/src/python_be.cc
-yes_no = Parser("yes or no", {"yes": True, "no": False}.__getitem__)
+boolean = _one_of({"true": True, "on": True, "1": True, "false": False, "off": False, "0": False})
+yes_no = _one_of({"yes": True, "no": False})  # of Triton itself
+matmul_precision = _one_of({word: word for word in ("highest", "high", "medium")})
+floating = _one_of({name: name for name in ("FP16", "BF16", "FP32", "FP64")})
 positive = _checked("an integer of at least 1", int, lambda number: number >= 1)
 fraction = _checked("a number above 0, at most 1", float, lambda number: 0 < number <= 1)
 # As the LibTorch backend reads it.
-count = Parser(
-    "an integer; 0 or less leaves it unset", lambda text: int(text) if int(text) > 0 else None
-)
+count = Parser("an integer; 0 or less leaves it unset", lambda text: max(int(text), 0) or None)
 name = _checked("a name", str.strip, bool)
 json_object = _checked("a JSON object", json.loads, lambda value: isinstance(value, dict))
-_COMPILE_TYPES = {
-    "fullgraph": bool,
-    "dynamic": bool | None,
-    "backend": str,
-    "mode": str | None,
-    "options": dict | None,
-    "disable": bool,
-}
+# torch.compile itself refuses other arguments.
+_COMPILE_TYPES = {"fullgraph": bool, "dynamic": bool, "disable": bool, "options": dict}
 compile_parameters = _checked(
-    "a JSON object with some of fullgraph, dynamic, disable (true or false), backend, mode (names)"
-    " and options (an object)",
+    "a JSON object of arguments of torch.compile, with true or false for fullgraph, dynamic and"
+    " disable, and an object for options",
     json_object.parse,
-    lambda values: all(isinstance(values[key], _COMPILE_TYPES[key]) for key in values),
+    lambda values: all(
+        isinstance(values.get(key), kind | None) for key, kind in _COMPILE_TYPES.items()
+    ),
 )
 _PAD_VALUES: Mapping[str, Callable[[Any], object]] = {
     "value": lambda value: isinstance(value, int | float),
@@ -102,9 +89,9 @@ padding = _checked(
     ),
 )
 optimizations = _checked(
-    f"none, or some of {', '.join(OPTIMIZATIONS)}, not both of the last two",
+    "none, or some of " + ", ".join(OPTIMIZATIONS),
     lambda text: tuple(sorted({part.strip().lower() for part in text.split(",")} - {"none"})),
-    lambda names: set(names) <= set(OPTIMIZATIONS) and not {"bf16", "fp16"} <= set(names),
+    set(OPTIMIZATIONS).issuperset,
 )
 
 
@@ -119,7 +106,7 @@ buckets = Parser("auto, none, or row counts such as 1,2,4,8", _parse_buckets)
 
 
 def _option(parser: Parser, *aliases: str, default: object = None) -> Any:
-    """Return a field of Options: a row of the table without its name."""
+    """Return a field of Options: a row of the table."""
     return field(default=default, metadata={"parser": parser, "aliases": aliases})
 
 
@@ -188,54 +175,43 @@ class Options:
         return next((dtypes[name] for name in self.optimize if name in dtypes), None)
 
 
-class OptionRow(NamedTuple):
-    key: str
-    default: object
-    parser: Parser
-    aliases: tuple[str, ...]
-
-
-TABLE = tuple(
-    OptionRow(entry.name.upper(), entry.default, **entry.metadata) for entry in fields(Options)
-)
-_ROWS = {key: row for row in TABLE for key in (row.key, *row.aliases)}
+TABLE: dict[str, Field[Any]] = {
+    key: entry
+    for entry in fields(Options)
+    for key in (entry.name.upper(), *entry.metadata["aliases"])
+}
 
 
 def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
     """Parse Triton's `parameters`; log a warning for each unknown key.
 
     Raises:
-        ConfigError: a value is not accepted, two contradict each other, or an option was removed.
+        ConfigError: a value is not accepted, or an option was removed.
     """
-    values: dict[str, Any] = {}
+    values = {}
     for key, entry in parameters.items():
-        row, text = _ROWS.get(key), entry["string_value"]
-        if row is None:
-            _ignore(key)
-            continue
-        try:
-            value = row.parser.parse(text)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            is_json = isinstance(error, json.JSONDecodeError)
-            raise ConfigError(
-                f"the parameter {key} is '{text}'",
-                expected=row.parser.accepted + (f" (JSON says: {error})" if is_json else ""),
-                cure=removed_names.advice_for_value(key, text) or "Correct it in config.pbtxt.",
-            ) from None
-        if value is not None and values.setdefault(row.key.lower(), value) != value:
-            raise ConfigError(
-                f"the parameters {' and '.join((row.key, *row.aliases))} contradict each other",
-                cure="They mean the same; keep one.",
-            )
+        if key in TABLE:
+            value = _parse(key, entry["string_value"])
+            if value is not None:
+                values[TABLE[key].name] = value
+        elif removed := removed_names.advice("parameter", [key]):
+            raise ConfigError(removed)
+        else:
+            similar = difflib.get_close_matches(key.upper(), TABLE, n=1)
+            hint = f" Did you mean {similar[0]}?" if similar else ""
+            log.warning("the parameter %s is unknown and ignored.%s", key, hint)
     return Options(**values)
 
 
-def _ignore(key: str) -> None:
-    """Log a warning for an unknown key; raise ConfigError for one of an earlier version."""
-    if key in removed_names.OPTIONS:
-        raise ConfigError(f"the parameter {key} was removed", cure=removed_names.OPTIONS[key])
-    problem = f"has no effect: {removed_names.IGNORED_OPTIONS.get(key)}."
-    if key not in removed_names.IGNORED_OPTIONS:
-        similar = difflib.get_close_matches(key.upper(), _ROWS, n=1)
-        problem = "is unknown and ignored." + (f" Did you mean {similar[0]}?" if similar else "")
-    log.warning("the parameter %s %s", key, problem)
+def _parse(key: str, text: str) -> Any:
+    parser: Parser = TABLE[key].metadata["parser"]
+    try:
+        return parser.parse(text)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f" (JSON says: {error})" if isinstance(error, json.JSONDecodeError) else ""
+        words = text.lower().replace(" ", "").split(",") if key == "OPTIMIZE" else []
+        raise ConfigError(
+            f"the parameter {key} is '{text}'",
+            expected=parser.accepted + reason,
+            cure=removed_names.advice("OPTIMIZE", words) or "Correct it in config.pbtxt.",
+        ) from None

@@ -43,12 +43,7 @@ def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of cores that CPU affinity and the container's quota allow."""
     allowed = len(os.sched_getaffinity(0))
     # cgroup v2 has "<quota> <period>" in one file, v1 two files; no quota is "max", or -1.
-    quota, period = 0, 1
-    for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-        try:
-            words = " ".join((cgroup / file).read_text(encoding="ascii") for file in files).split()
-        except OSError:
-            continue
-        if quota <= 0 and len(words) == 2 and words[0] != "max":  # noqa: PLR2004
-            quota, period = map(int, words)
-    return max(1, min(allowed, quota // period)) if quota > 0 else allowed
+    files = ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    texts = [(cgroup / file).read_text() for file in files if (cgroup / file).is_file()]
+    quota, *period = " ".join(texts).split() or ["max"]
+    return max(1, min(allowed, int(quota) // int(period[0]))) if quota.isdecimal() else allowed

@@ -10,7 +10,6 @@ import torch
 
 from torch_py_backend.config import model_config, threads
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.options import TABLE
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine import aoti, runtime, sharing
 from torch_py_backend.engine.engine import Engine
@@ -77,8 +76,8 @@ def report(engine: Engine) -> dict[str, object]:
         "device": str(engine.device),
         "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
         "options": {
-            row.key: value
-            for row in TABLE
-            if (value := getattr(options, row.key.lower())) != row.default
+            entry.name.upper(): value
+            for entry in dataclasses.fields(options)
+            if (value := getattr(options, entry.name)) != entry.default
         },
     }

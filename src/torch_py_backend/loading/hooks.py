@@ -111,9 +111,8 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     if path is None:
         return None
     hooks_class = getattr(python_source.import_source(path), "Hooks", None)
-    for name, advice in removed_names.HOOKS.items():
-        if hasattr(hooks_class, name):
-            raise ArtifactError(f"{path.name} has {name}(), which was removed", cure=advice)
+    if advice := removed_names.advice("hook", dir(hooks_class)):
+        raise ArtifactError(f"{path.name}: {advice}")
     names = [name for name in Hooks._fields if hasattr(hooks_class, name)]
     if hooks_class is None or not names:
         raise ArtifactError(

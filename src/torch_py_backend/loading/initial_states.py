@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from torch_py_backend import values
-from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.sequence_config import State
+from torch_py_backend.config.model_config import ModelConfig, State
 from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import discovery
 from torch_py_backend.values import Item, Value

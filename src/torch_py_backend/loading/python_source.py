@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, LoadError, join_names, summarize
 from torch_py_backend.loading import weights
@@ -161,7 +160,8 @@ def _select(config: ModelConfig, path: Path) -> Any:
     source, name = import_source(path), config.options.model_factory or config.options.model_class
     hooks = getattr(source, "Hooks", None)
     if getattr(hooks, "__module__", None) == source.__name__:
-        raise ArtifactError(f"{path.name} defines the class Hooks", cure=removed_names.HOOKS_FILE)
+        cure = "Move it to hooks.py beside the model."
+        raise ArtifactError(f"{path.name} defines the class Hooks", cure=cure)
     classes = module_classes(source)
     functions = {
         name: function

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, summarize
 from torch_py_backend.loading import aotinductor, exported, python_source, torchscript
@@ -21,6 +20,7 @@ _SCRIPT, _PACKAGE = ArtifactType.TORCHSCRIPT, ArtifactType.AOTI
 _PROGRAMS = (ArtifactType.EXPORTED, _PACKAGE)
 _SOURCES = (ArtifactType.MODULE, ArtifactType.FACTORY)
 _CONVERT = "Convert the module instead."
+_FREEZING = 'Set TORCH_COMPILE_OPTIONAL_PARAMETERS to {"options": {"freezing": true}}.'
 # What types of artifacts do not use: an option, or one of its values, and what to do about it. An
 # option without advice has no effect.
 _UNUSED = (
@@ -29,7 +29,7 @@ _UNUSED = (
     ("WEIGHTS", (_SCRIPT, *_PROGRAMS), ""),
     ("TORCH_COMPILE_OPTIONAL_PARAMETERS", (_SCRIPT, _PACKAGE), ""),
     ("METHOD", _PROGRAMS, "It holds one method, the one that was exported; remove METHOD."),
-    ("OPTIMIZE freeze", (*_SOURCES, *_PROGRAMS), removed_names.FREEZING),
+    ("OPTIMIZE freeze", (*_SOURCES, *_PROGRAMS), _FREEZING),
     ("OPTIMIZE bf16", _PROGRAMS, _CONVERT),
     ("OPTIMIZE fp16", _PROGRAMS, _CONVERT),
     ("OPTIMIZE channels_last", (_PACKAGE,), _CONVERT),

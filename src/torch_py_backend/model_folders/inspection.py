@@ -19,7 +19,7 @@ import torch
 
 from torch_py_backend import autocomplete
 from torch_py_backend.autocomplete import schema
-from torch_py_backend.config import conflicts, dtypes, model_config, pbtxt, threads
+from torch_py_backend.config import dtypes, model_config, pbtxt, threads
 from torch_py_backend.config.model_config import BatchInput, ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.engine import load, runtime, warmup
@@ -64,7 +64,6 @@ def inspect(
         _complete(arguments, document)
     elif autocomplete.is_incomplete(document):
         document |= schema.describe(arguments)
-    conflicts.check_for_triton(document)
     settings = model_config.parse({**arguments, "model_config": json.dumps(document)})
     logger.addHandler(warnings)
     began = time.monotonic()

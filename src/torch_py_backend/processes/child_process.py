@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import io
 import json
 import locale
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -93,7 +93,6 @@ def run(
 
 def main() -> None:
     """In the child: run the task that the command line names, and write its answer."""
-    _, _, task = sys.argv
     child = os.getpid()
     # A model's call may not return: the kernel kills this process when its parent dies.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -102,26 +101,18 @@ def main() -> None:
     arguments = json.load(file)
     file.seek(0)
     file.truncate()
-    outcome = _outcome(task, arguments)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the model may have closed or replaced it
-            stream.flush()
+    try:
+        answer = {"result": pkgutil.resolve_name(sys.argv[2])(**arguments)}
+    except BackendError as error:
+        answer = {"error": str(error), "traceback": error.traceback or traceback.format_exc()}
+    except BaseException as error:
+        answer = {"error": summarize(error), "traceback": traceback.format_exc()}
+        with contextlib.suppress(Exception):  # the model may have closed the stream
+            traceback.print_exc()
     if os.getpid() == child:  # not a process that the model forked
-        file.write(json.dumps(outcome).encode())
+        file.write(json.dumps(answer).encode())
         file.flush()
     os._exit(0)  # threads of the model must not delay the exit
-
-
-def _outcome(task: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    module, _, function = task.partition(":")
-    try:
-        return {"result": getattr(importlib.import_module(module), function)(**arguments)}
-    except BackendError as error:
-        return {"error": str(error), "traceback": error.traceback or traceback.format_exc()}
-    except BaseException as error:
-        with contextlib.suppress(Exception):
-            traceback.print_exc()
-        return {"error": summarize(error), "traceback": traceback.format_exc()}
 
 
 def use_utf8() -> None:

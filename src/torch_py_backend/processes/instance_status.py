@@ -1,9 +1,9 @@
 """The status of an instance, published to the supervisor without system calls.
 
-Each instance keeps two files in a private folder that an environment variable names. One is mapped
-into memory: 8 bytes with nanoseconds of CLOCK_MONOTONIC, and the state in the lowest bits. The
-other one is its report in JSON: its identity; once the model is loaded, what `check` prints, with
-the warnings of the load; and why it is poisoned. They stay unless the instance ends normally.
+Each instance keeps a file in a private folder that an environment variable names. Its first 8
+bytes are mapped into memory: nanoseconds of CLOCK_MONOTONIC, and the state in the lowest bits.
+Lines of JSON follow: its identity; once the model is loaded, what `check` prints, with the warnings
+of the load; and why it is poisoned. The file stays unless the instance ends normally.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch_py_backend.files import replace
 
 # Every process of a server inherits this variable; it names the server's status folder.
 VARIABLE = "TORCH_PY_BACKEND_STATUS"
-_SUFFIX, _REPORT = ".status", ".json"
-_STATE_BITS = 3
+_SUFFIX = ".status"
+_STATE_BITS, _WORD_BYTES = 3, 8
 
 
 class InstanceState(IntEnum):
@@ -59,10 +59,9 @@ class Status(NamedTuple):
 
 
 class InstanceStatus:
-    """The status of this instance, for its metrics and, in a supervised server, in files.
+    """The status of this instance, for its metrics and, in a supervised server, in a file.
 
-    Args:
-        identity: written to the report; None: there are no files.
+    Without an `identity`, there is no file.
     """
 
     def __init__(self, identity: Identity | None = None) -> None:
@@ -70,20 +69,17 @@ class InstanceStatus:
         self._state = memoryview(array("Q", [_word(InstanceState.LOADING)]))
         if identity is not None and (parent := folder()) is not None:
             self._path = parent / f"{identity.pid}{_SUFFIX}"
-            self._report: dict[str, object] = {}
-            self.report({"identity": identity._asdict()})
-            replace(self._path, self._state.tobytes(), 0o600)
+            replace(self._path, self._state.tobytes() + _line(identity), 0o600)
             with self._path.open("r+b") as file:
                 # Reads and writes of an aligned word are atomic.
-                self._state = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+                self._state = memoryview(mmap.mmap(file.fileno(), _WORD_BYTES)).cast("Q")
 
     def report(self, document: Mapping[str, object]) -> None:
         """Add to the report; a load does so before Triton reports the model READY."""
         if self._path is not None:
-            self._report |= document
             # A model serves without a report, as on a full disk.
-            with contextlib.suppress(OSError):
-                replace(self._path.with_suffix(_REPORT), json.dumps(self._report).encode(), 0o600)
+            with contextlib.suppress(OSError), self._path.open("ab") as file:
+                file.write(_line(document))
 
     def busy(self) -> None:
         self._state[0] = _word(InstanceState.BUSY)
@@ -100,7 +96,7 @@ class InstanceStatus:
     def poisoned(self, reason: str) -> None:
         """Report that the instance cannot compute any more and must be replaced.
 
-        Its files stay as they are now, so that the model is reloaded.
+        Its file stays as it is now, so that the model is reloaded.
         """
         self.report({"poisoned": reason})
         self._state[0] = _word(InstanceState.POISONED)
@@ -110,7 +106,11 @@ class InstanceStatus:
     def ended(self) -> None:
         """Report a normal end, after which the model is not reloaded. May be called twice."""
         if self._path is not None:
-            remove(self._path)
+            self._path.unlink(missing_ok=True)
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def _word(state: InstanceState) -> int:
@@ -145,32 +145,27 @@ def files(status_folder: Path) -> list[Path]:
     return sorted(status_folder.glob(f"*{_SUFFIX}"))
 
 
-def remove(path: Path) -> None:
-    """Remove a status file and its report, if they are there."""
-    path.unlink(missing_ok=True)
-    path.with_suffix(_REPORT).unlink(missing_ok=True)
-
-
 class Reader:
-    """Reads the files of one instance.
+    """Reads the file of one instance.
 
     Raises:
-        OSError: the instance has ended and removed its files.
-        ValueError: a file is damaged.
+        OSError: the instance has ended and removed its file.
+        ValueError: the file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._report = path.with_suffix(_REPORT)
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.identity = Identity(**json.loads(self._report.read_bytes())["identity"])
+        self.identity = Identity(*json.loads(self._map[_WORD_BYTES:].partition(b"\n")[0]))
 
     def read(self) -> Status:
-        return _status(int.from_bytes(self._map[:8], sys.byteorder))
+        return _status(int.from_bytes(self._map[:_WORD_BYTES], sys.byteorder))
 
     def report(self) -> dict[str, Any]:
-        """Return what the instance has reported; nothing if its files are gone or damaged."""
+        """Return what the instance has reported, up to where its file is damaged or gone."""
+        report: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads(self._report.read_bytes()))
-        return {}
+            for line in self.path.read_bytes()[_WORD_BYTES:].splitlines()[1:]:
+                report |= json.loads(line)
+        return report

@@ -62,17 +62,14 @@ def shared_folder() -> Path:
     """Create this user's folder in the temporary folder, which all of its processes share.
 
     Raises:
-        PlatformError: the folder cannot be created, or other users can write to it.
+        PlatformError: other users can write to the folder.
+        OSError: it cannot be created.
     """
-    name = f"torch-py-backend-{os.geteuid()}"
-    try:
-        folder = Path(tempfile.gettempdir(), name)
-        reason = create(folder) or ("it is a link" if folder.is_symlink() else "")
-    except OSError as error:  # also without a temporary folder
-        reason = summarize(error)
+    folder = Path(tempfile.gettempdir(), f"torch-py-backend-{os.geteuid()}")
+    reason = create(folder) or ("it is a link" if folder.is_symlink() else "")
     if reason:
         raise PlatformError(
-            f"{name} in the temporary folder cannot be used: {reason}",
+            f"{folder.name} in the temporary folder cannot be used: {reason}",
             expected=f"a folder of user {os.geteuid()} with mode 0700",
             cure="Remove it, or set TMPDIR to a folder of the user that the server runs as.",
         )
@@ -80,11 +77,7 @@ def shared_folder() -> Path:
 
 
 def server_path(model: str, purpose: str) -> Path:
-    """Return the path of a file that the instances of a model on one server share.
-
-    Raises:
-        PlatformError: the temporary folder cannot be used.
-    """
+    """Return the path of a file that the instances of a model on one server share."""
     folder = shared_folder() / "servers"
     folder.mkdir(mode=0o700, exist_ok=True)
     key = hashlib.sha256(f"{model} {purpose}".encode()).hexdigest()[:16]

@@ -180,7 +180,7 @@ def _hooks_of(
         raise SaveError(
             f"format is {kind!r}",
             expected=f"one of {', '.join(get_args(Format))}",
-            cure=removed_names.FORMATS.get(str(kind), ""),
+            cure=removed_names.advice("format", [str(kind)]),
         )
     known = [value for attribute, value in _PROCESSORS.items() if hasattr(processor, attribute)]
     fits = module_files.is_pretrained(module) and (known or hooks)

@@ -46,7 +46,7 @@ class InstanceMonitor:
         """Return new failures, and kill processes that hang, are stopped or are poisoned."""
         for path in instance_status.files(self._folder):
             if path not in self._instances:
-                # OSError: the instance has ended and removed its files. Damaged ones are ignored.
+                # OSError: the instance has ended and removed its file. A damaged one is ignored.
                 with contextlib.suppress(OSError, ValueError):
                     self._instances[path] = _Instance(Reader(path))
         failures = []
@@ -64,7 +64,7 @@ class InstanceMonitor:
                 if instance.region and path.exists():
                     (cleanup.SHARED_MEMORY / instance.region).unlink(missing_ok=True)
                 # Removed last: until then, the file shows that the instance died.
-                instance_status.remove(path)
+                path.unlink(missing_ok=True)
                 del self._instances[path]
         return failures
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import BindingError, join_names
 from torch_py_backend.signature.arguments import (
     CONTAINERS,
@@ -124,9 +124,7 @@ def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
     container = signature.container_argument([control.name for control in controls])
     takes_all = container is not None and container.type is ArgumentType.DICT
     specs = [
-        TensorSpec(control.name, control.dtype, (1,), origin=Origin.CONTROL)
-        for control in controls
-        if takes_all or signature.place(control.name) is not None
+        control for control in controls if takes_all or signature.place(control.name) is not None
     ]
     return dataclasses.replace(config, inputs=(*config.inputs, *specs))
 
