@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -50,7 +50,7 @@ def save_model(
     parameters: Mapping[str, object] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a complete model folder, load it in a child process, and compare its answers.
+    """Write a complete model folder, load it in a child process, and compare; return its path.
 
     The folder has the model, its weights, a commented config.pbtxt and the example, which the
     warm-up uses. It is written only if the saved model loads and its answers for the example are
@@ -80,9 +80,6 @@ def save_model(
         parameters: options of config.pbtxt by name; what is not a str is written as JSON.
         overwrite: replace a model folder that has the version 1 alone.
 
-    Returns:
-        The path of the folder.
-
     Raises:
         SaveError: the arguments do not fit together, or the module cannot be saved.
         LoadError: the saved model does not load, or its answers differ.
@@ -109,12 +106,8 @@ def save_model(
                     module, example_inputs, max_batch_size, dynamic_shapes
                 )
             on_gpu = any(weight.is_cuda for weight in module.parameters())
-            kind = "KIND_GPU" if on_gpu else "KIND_CPU"
-            document = {
-                **pbtxt.read(folder),
-                **example.config,
-                "instance_group": [{"kind": kind, "count": 1}],
-            }
+            group = {"kind": "KIND_GPU" if on_gpu else "KIND_CPU", "count": 1}
+            document = {**pbtxt.read(folder), **example.config, "instance_group": [group]}
 
             def write(kind: Format) -> None:
                 options: dict[str, object] = {}
@@ -130,23 +123,17 @@ def save_model(
                 options |= parameters or {}
                 _complete(folder, {**document, "parameters": pbtxt.parameters(options)}, example)
 
-            _write(folder, formats, write)
+            for kind in formats:
+                try:
+                    write(kind)
+                    break
+                except Exception as error:
+                    if kind == formats[-1]:
+                        raise
+                    text = "model '%s' is saved as a torch.export program: %s"
+                    log.warning(text, folder.name, summarize(error))
+                    shutil.rmtree(folder)
     return target
-
-
-def _write(folder: Path, formats: Sequence[Format], write: Callable[[Format], None]) -> None:
-    """Write the folder in the first format whose files load, and answer as the module does."""
-    for kind in formats:
-        try:
-            write(kind)
-        except Exception as error:
-            if kind == formats[-1]:
-                raise
-            text = "model '%s' is saved as a torch.export program: %s"
-            log.warning(text, folder.name, summarize(error))
-            shutil.rmtree(folder)
-        else:
-            return
 
 
 def _complete(folder: Path, document: JsonObject, example: Example) -> None:
