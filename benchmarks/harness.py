@@ -41,9 +41,9 @@ def served(repository: Path, *arguments: str) -> Iterator[Server]:
     """
     arguments = ("--exit-on-error=false", *arguments)
     with Server(repository, arguments=arguments, log=repository.parent / "server.log") as server:
-        for state in server.wait_loaded().values():
+        for name, state in server.wait_loaded().items():
             if not state.ready:
-                raise ToolError(f"{state.name} was not loaded: {state.reason}")
+                raise ToolError(f"{name} was not loaded: {state.reason}")
         yield server
 
 

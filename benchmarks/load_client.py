@@ -102,11 +102,11 @@ class Client:
         await self._connection.close()
         await self._triton.close()
 
-    async def states(self) -> list[ModelState]:
-        """Return the models of the server's repository."""
+    async def states(self) -> dict[str, ModelState]:
+        """Return the models of the server's repository by name."""
         index = await self._reply("get_model_repository_index")
         entries = index.get("models", ()) if isinstance(index, dict) else index
-        return [*triton_client.states(entries).values()]
+        return triton_client.states(entries)
 
     async def config(self, model: str) -> JsonObject:
         """Return the config of a model, as the server completed it."""
@@ -141,13 +141,13 @@ async def require_ready(client: Client, model: str) -> None:
         ToolError: the model is unknown or not ready.
     """
     states = await client.states()
-    versions = [state for state in states if state.name == model]
-    if not versions:
-        names = ", ".join(sorted({state.name for state in states})) or "none"
+    state = states.get(model)
+    if state is None:
+        names = ", ".join(sorted(states)) or "none"
         raise ToolError(f"the server has no model '{model}'; its models: {names}.")
-    if not any(state.ready for state in versions):
-        reason = versions[-1].reason.split("\n\nAt:")[0].strip() or "it was not loaded"
-        raise ToolError(f"model '{model}' is not ready on the server: {reason.rstrip('.')}.")
+    if not state.ready:
+        reason = state.reason or "it was not loaded"
+        raise ToolError(f"model '{model}' is not ready on the server: {reason}.")
 
 
 def channel(host: str) -> grpc.aio.Channel:

@@ -8,10 +8,10 @@ import logging
 import os
 import queue
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,9 +22,9 @@ from tritonclient.utils import triton_to_np_dtype
 
 from torch_py_backend.errors import InputError, ToolError, join_names
 from torch_py_backend.model_folders import remote_repository
-from torch_py_backend.server import tritonserver
-from torch_py_backend.server.serving import Serving
+from torch_py_backend.server import serving
 from torch_py_backend.server.supervisor import Event
+from torch_py_backend.server.tritonserver import Server, create_log
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,6 +34,7 @@ Outputs: TypeAlias = dict[str, NDArray[Any]]
 _LOGGER = logging.getLogger(__name__)
 
 
+@dataclass(repr=False)
 class LocalServer:
     """A server on this machine that serves a model repository, for a `with` block.
 
@@ -43,14 +44,12 @@ class LocalServer:
     The block begins when every model is READY. The server ends with the block, and with this
     process if it is killed. Models that die meanwhile are reloaded.
 
-    Args:
+    Attributes:
         repository: the model repository: a folder, or the URL of one in an object store.
         http_port, grpc_port, metrics_port: 0 takes a free one.
+        reload, allow_empty, cache, tritonserver: as the options of `torch-py-backend serve`.
         arguments: more arguments for tritonserver itself.
         timeout: seconds until every model is READY.
-        reload, allow_empty, cache, tritonserver: as the options of `torch-py-backend serve`.
-
-    Attributes:
         http_address, grpc_address, metrics_address: host and port; empty: the server does not run.
 
     Raises:
@@ -58,29 +57,19 @@ class LocalServer:
         OSError: a port is in use.
     """
 
-    def __init__(
-        self,
-        repository: str | os.PathLike[str],
-        *,
-        http_port: int = 0,
-        grpc_port: int = 0,
-        metrics_port: int = 0,
-        reload: bool = False,
-        allow_empty: bool = False,
-        cache: Path | None = None,
-        tritonserver: Path | None = None,
-        arguments: Sequence[str] = (),
-        timeout: float = 600.0,
-    ) -> None:
-        self.repository = str(repository)
-        self._timeout, self._cache = timeout, cache
-        self._options: dict[str, Any] = {
-            "ports": (http_port, grpc_port, metrics_port, 0),
-            "reload": reload,
-            "allow_empty": allow_empty,
-            "executable": tritonserver,
-            "arguments": arguments,
-        }
+    repository: str | os.PathLike[str]
+    _: KW_ONLY
+    http_port: int = 0
+    grpc_port: int = 0
+    metrics_port: int = 0
+    reload: bool = False
+    allow_empty: bool = False
+    cache: Path | None = None
+    tritonserver: Path | None = None
+    arguments: Sequence[str] = ()
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self.http_address = self.grpc_address = self.metrics_address = ""
@@ -92,19 +81,29 @@ class LocalServer:
         """Start the server, wait until every model is READY, and return the server."""
         if self._thread is not None:
             raise ToolError("the server runs already; stop it first.")
-        path = remote_repository.local(self.repository, self._cache, _report)
-        started: futures.Future[tritonserver.Server] = futures.Future()
+        path = remote_repository.local(str(self.repository), self.cache, _report)
+        ports = (self.http_port, self.grpc_port, self.metrics_port, 0)
+        server = Server(
+            path,
+            ports,
+            executable=self.tritonserver,
+            arguments=self.arguments,
+            own_temporary=True,
+        )
+        names = serving.take_names(server, allow_empty=self.allow_empty)
+        started: futures.Future[None] = futures.Future()
         self._ended.clear()
         # Not this thread, which may end: tritonserver ends with the one that starts it.
-        self._thread = threading.Thread(target=self._run, args=(path, started), daemon=True)
+        arguments = (server, names, started)
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._thread.start()
         atexit.register(self.stop)
         try:
-            server = started.result(self._timeout)
+            started.result(self.timeout)
         except BaseException as error:
             self.stop()
             if isinstance(error, futures.TimeoutError):
-                raise ToolError(f"the loads took longer than {self._timeout:g} seconds.") from None
+                raise ToolError(f"the loads took longer than {self.timeout:g} seconds.") from None
             raise
         self.http_address, self.grpc_address = server.http_address, server.grpc_address
         self.metrics_address = server.metrics_address
@@ -127,26 +126,19 @@ class LocalServer:
         self._thread = None
         atexit.unregister(self.stop)
 
-    def _run(
-        self,
-        repository: Path,
-        started: futures.Future[tritonserver.Server],
-    ) -> None:
+    def _run(self, server: Server, names: Sequence[str], started: futures.Future[None]) -> None:
         """Run the server until `stop`; set the result when every model is READY."""
-        log = tritonserver.create_log()
 
-        def check_loads() -> None:
-            for name, reason in server.supervisor.snapshot.models.items():
+        def check_loads(reasons: Mapping[str, str]) -> None:
+            for name, reason in reasons.items():
                 if reason:
                     raise ToolError(f"model '{name}' {reason}.")
-            started.set_result(server)
+            started.set_result(None)
 
+        server.log = log = create_log()
+        is_over = self._ended.is_set
         try:
-            server = Serving(repository, log=log, on_event=_report, **self._options)
-            # What instances write into their temporary folder is removed with them.
-            with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
-                server.variables["TMPDIR"] = folder
-                code = server.run(check_loads, self._ended.is_set)
+            code = serving.run(server, names, _report, check_loads, is_over, reload=self.reload)
             if code is not None:
                 raise ToolError(f"tritonserver has ended; its log says why: {log}.")
             if not started.done():
@@ -228,12 +220,7 @@ class LocalServer:
             client.stop_stream(cancel_requests=not has_ended)
             client.close()
 
-    def _inputs(
-        self,
-        model: str,
-        inputs: Any,
-        version: str,
-    ) -> list[tritonclient.grpc.InferInput]:
+    def _inputs(self, model: str, inputs: Any, version: str) -> list[tritonclient.grpc.InferInput]:
         """Return values as inputs of tritonclient, in the types of the model's inputs."""
         metadata = self.client.get_model_metadata(model, version)
         tensors = {tensor.name: tensor for tensor in metadata.inputs}
@@ -284,9 +271,6 @@ def _array(name: str, value: Any, datatype: str) -> NDArray[Any]:
             otypes=[object],
         )(value)
         return array
-    if hasattr(value, "detach"):  # a torch tensor; numpy has no bfloat16
-        value = value.detach().cpu()
-        value = value.float() if str(value.dtype) == "torch.bfloat16" else value
     given = np.asarray(value)
     array = given.astype(triton_to_np_dtype(datatype))
     if array.dtype.kind in "iu" and not np.array_equal(array, given):

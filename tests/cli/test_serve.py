@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import command_line
 import pytest
 from command_line import fake_tritonserver
 
-from torch_py_backend.server import tritonserver
-from torch_py_backend.server.serving import Serving
+from torch_py_backend.server import serving, tritonserver
 from torch_py_backend.server.supervisor import Event
 
 # `cli.serve` is the command; other functions are in the module of the same name.
@@ -34,16 +34,16 @@ serve = importlib.import_module("torch_py_backend.cli.serve")
 def test_endpoints_open_to_the_network_are_noted(
     address: str, restricted: str, exposed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(serving: Serving, *_: object) -> None:
-        serving.on_event(Event("READY", "m 1"))
+    def run(*arguments: Any, **_: object) -> None:
+        arguments[2](Event("READY", "m"))
 
     fake_tritonserver(tmp_path / "triton", "#!/bin/sh\n")
-    monkeypatch.setattr(Serving, "run", run)
+    monkeypatch.setattr(serving, "run", run)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     options = [f"--address={address}", f"--restrict={restricted}", "--allow-empty"]
     triton = f"--tritonserver={tmp_path}/triton/bin/tritonserver"
     done = command_line.run("serve", str(tmp_path), triton, *options)
-    assert done.stdout.endswith("\nREADY   m 1\nstopped\n"), done.stderr
+    assert done.stdout.endswith("\nREADY   m\nstopped\n"), done.stderr
     assert ("note    every client" in done.stdout) == bool(exposed)
     assert exposed in done.stdout
 

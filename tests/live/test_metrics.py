@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import re
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import models
@@ -21,39 +19,21 @@ from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
 
-_SECONDS = 60
 # Labels of what scrapes, not of what is scraped.
 _OF_TARGETS = {"job", "instance", "namespace", "pod"}
 
 
-_WAITS = """
-import time
-from pathlib import Path
-
-
-def forward(x):
-    while not Path(__file__).with_name("seen").exists():
-        time.sleep(0.05)
-    return x
-"""
-_TABLE = (
-    Scenario("filled", scenarios.python(models.Judge), scenarios.x_to_y(4, BATCH_BUCKETS="1,4,8")),
-    Scenario("waits", scenarios.text(_WAITS), scenarios.x_to_y(4, WARMUP="false")),
+_FILLED = Scenario(
+    "filled", scenarios.python(models.Judge), scenarios.x_to_y(4, BATCH_BUCKETS="1,4,8")
 )
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("metrics") / "repository"
-    for scenario in _TABLE:
-        scenario.lay_out(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("metrics")
+    _FILLED.lay_out(folder / "repository")
     arguments = ["--model-control-mode=explicit", "--load-model=*"]
-    with serving.running(repository.parent, *arguments) as made:
+    with serving.running(folder, *arguments) as made:
         yield made
 
 
@@ -148,18 +128,3 @@ def test_requests_are_counted_by_code_also_when_the_model_is_loaded_anew(
     assert send(client, "filled", 1.0) == "OK"
     twice = once | {"OK": once["OK"] + 1}
     serving.until(lambda: series(server, "filled", "requests_total", "code") == twice)
-
-
-def test_a_model_that_hangs_is_visible_by_the_time_of_its_call(
-    server: Server, repository: Path, client: Any
-) -> None:
-    call = "running_call_seconds"
-    x = np.ones((1, 4), dtype=np.float32)
-    inputs = serving.infer_inputs(tritonclient.grpc, {"x": x})
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    client.async_infer("waits", inputs, lambda result, error: answers.put(error))
-    serving.until(lambda: max(series(server, "waits", call).values(), default=0) > 1)
-    assert answers.empty()
-    (repository / "waits" / "1" / "seen").touch()
-    assert answers.get(timeout=_SECONDS) is None
-    serving.until(lambda: series(server, "waits", call) == {})

@@ -1,20 +1,26 @@
-"""Streams on a real server, over gRPC: many at once, slow ones, clients that leave, unloads."""
+"""Streams and sequences on a real server, over gRPC: many at once."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import queue
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc_streams
+import models
+import numpy as np
 import pytest
 import safetensors.torch
+import scenarios
 import serving
 import streamed
+import tritonclient.grpc
 from grpc_streams import Client, metric, responses
 from streamed import Streamed
 
@@ -25,12 +31,30 @@ _STEPS = 90
 _LONGEST_S = 60
 _MODELS = tuple(one.scenario for one in streamed.TABLE)
 _EXAMPLES = Path(__file__).parents[2] / "examples"
+# The answers of a stream come in the order of its requests: none may wait for another's end, so
+# there are no more sequences than slots.
+_SEQUENCES = {"direct": 16, "oldest": 48}
+_TURNS = 12
+_STRATEGIES = {
+    "direct": "direct { }",
+    "oldest": "oldest { max_candidate_sequences: 64 max_queue_delay_microseconds: 1000 }",
+}
+_TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
+# A machine that does several things at once may keep a step waiting for seconds.
+_PATIENT = "max_sequence_idle_microseconds: 60000000"
+
+
+def _accumulates(name: str) -> scenarios.Scenario:
+    strategy = f"{_STRATEGIES[name]} {_PATIENT}"
+    sequencing = scenarios.sequencing(scenarios.state(), strategy=strategy)
+    text = scenarios.config({"x": [4]}, {"y": [4]}, more=sequencing + _TWO)
+    return scenarios.Scenario(name, scenarios.python(models.Accumulate), text)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("streaming")
-    for scenario in _MODELS:
+    for scenario in (*_MODELS, *map(_accumulates, _SEQUENCES)):
         scenario.lay_out(folder / "repository")
     shutil.copytree(_EXAMPLES / "model_repository" / "sonnets", folder / "repository" / "sonnets")
     with serving.running(folder) as server:
@@ -117,3 +141,35 @@ def test_the_client_of_the_example_prints_what_its_network_writes_without_a_serv
         timeout=_LONGEST_S,
     )
     assert done.stdout == f"{expected}\n"
+
+
+@pytest.mark.parametrize("model", ["direct", "oldest"])
+def test_many_sequences_at_once(model: str, server: Server) -> None:
+    """Numbers and texts are ids, steps of all are mixed, and each sequence has its own totals."""
+    numbers = range(1, _SEQUENCES[model] + 1)
+    names = [number if number % 2 else f"sequence {number}" for number in numbers]
+    values = np.random.default_rng(0).integers(0, 1000, (len(names), _TURNS)).astype(np.float32)
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
+    client.start_stream(lambda result, error: answers.put((result, error)))
+
+    def send(place: int, number: int) -> None:
+        client.async_stream_infer(
+            model,
+            serving.infer_inputs(tritonclient.grpc, {"x": values[place, number].repeat(4)[None]}),
+            request_id=f"{place}-{number}",
+            sequence_id=names[place],
+            sequence_start=number == 0,
+            sequence_end=number == _TURNS - 1,
+        )
+
+    for place in range(len(names)):
+        send(place, 0)
+    for _ in range(values.size):
+        result, error = answers.get(timeout=60)
+        assert error is None, error
+        place, number = map(int, result.get_response().id.split("-"))
+        assert result.as_numpy("y")[0].tolist() == [values[place, : number + 1].sum()] * 4
+        if number < _TURNS - 1:
+            send(place, number + 1)
+    client.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import io
 import urllib.request
+from pathlib import Path
 from unittest.mock import Mock
 
 import grpc
@@ -33,14 +34,28 @@ def test_requests_have_the_key() -> None:
     [
         (grpc.StatusCode.OK, "", ""),
         (grpc.StatusCode.INVALID_ARGUMENT, "load failed", "load failed"),
-        (grpc.StatusCode.INTERNAL, "failed to poll from model repository", "its config is wrong"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "", "StatusCode.DEADLINE_EXCEEDED"),
     ],
 )
 def test_why_a_load_failed(code: grpc.StatusCode, details: str, says: str) -> None:
-    client = TritonClient("", "", poll_failure=lambda _: "its config is wrong")
     call = Mock(code=lambda: code, details=lambda: details)
-    assert client.failure("m", call) == says
+    assert TritonClient("", "").failure("m", call) == says
+
+
+def test_the_reason_of_an_unreadable_config_may_stand_a_few_lines_above(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    client = TritonClient("", "", log=log)
+    parsed = "[libprotobuf] Error parsing text-format inference.ModelConfig: 2:16: Expected string"
+    failed = "E1127] \"Poll failed for model directory 'net': cannot be read\""
+    details = "failed to load 'net', failed to poll from model repository"
+    call = Mock(code=lambda: grpc.StatusCode.INTERNAL, details=lambda: details)
+    for text, reason in (
+        (f"{parsed}\nI1127 another model\n{failed}\n", "cannot be read: 2:16: Expected string"),
+        (f"{failed}\n", "cannot be read"),
+        ("", details),
+    ):
+        log.write_text(text)
+        assert client.failure("net", call) == reason
 
 
 def test_names_that_are_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,17 +84,17 @@ _WITHDRAWN = _version("1", "UNAVAILABLE", "unloaded")
 @pytest.mark.parametrize(
     ("versions", "state"),
     [
-        ([_WITHDRAWN, _version("2", "READY")], ModelState("m", ready=True, versions="2")),
-        ([_WITHDRAWN, _version("2", "UNLOADING")], ModelState("m", unloaded=True, versions="1,2")),
+        ([_WITHDRAWN, _version("2", "READY")], ModelState(ready=True)),
+        ([_WITHDRAWN, _version("2", "UNLOADING")], ModelState(unloaded=True)),
         (
             [_WITHDRAWN, _version("2", "UNAVAILABLE", "Internal: because.")],
-            ModelState("m", unloaded=True, reason="because", versions="1,2"),
+            ModelState(unloaded=True, reason="because"),
         ),
         (
             [_version("2", "UNAVAILABLE", "Internal: because.")],
-            ModelState("m", reason="because", versions="2"),
+            ModelState(reason="because"),
         ),
-        ([{"name": "m"}], ModelState("m")),
+        ([{"name": "m"}], ModelState()),
     ],
     ids=["one serves", "unloaded", "unloaded after a failure", "failed", "never loaded"],
 )

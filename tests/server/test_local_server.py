@@ -1,55 +1,32 @@
-"""`LocalServer` without a server: the inputs that it sends, and its supervisor."""
+"""`LocalServer` without a server: the inputs that it sends, starts and stops."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from tritonclient.grpc import InferInput
 from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
 from torch_py_backend import local_server
 from torch_py_backend.errors import InputError, ToolError
 from torch_py_backend.local_server import LocalServer
-from torch_py_backend.server.serving import Serving
+from torch_py_backend.server import serving
 from torch_py_backend.server.supervisor import Event
 
 
-class _Echo:
-    """A client of a model that returns its input."""
-
-    def __init__(self, datatype: str) -> None:
-        self._datatype = datatype
-
-    def get_model_metadata(self, *_: object) -> Any:
-        tensor = SimpleNamespace(name="x", datatype=self._datatype, shape=[-1, 2])
-        return SimpleNamespace(inputs=[tensor])
-
-    def infer(self, _model: str, inputs: list[InferInput], **_options: object) -> Any:
-        (sent,) = inputs
-        content = sent._get_content()
-        if self._datatype == "BYTES":
-            array = deserialize_bytes_tensor(content)
-        else:
-            array = np.frombuffer(content, triton_to_np_dtype(self._datatype))
-        response = SimpleNamespace(outputs=[SimpleNamespace(name="x")])
-        return SimpleNamespace(
-            get_response=lambda: response, as_numpy=lambda _: array.reshape(sent.shape())
-        )
-
-
-def _sent(datatype: str, value: object) -> NDArray[Any]:
-    server = LocalServer("models")
-    server.__dict__["client"] = _Echo(datatype)
-    return server.infer("net", value)["x"]
+def _sent(datatype: str, value: object) -> Any:
+    array = local_server._array("x", value, datatype)
+    sent = InferInput("x", list(array.shape), datatype).set_data_from_numpy(array)
+    content = sent._get_content()
+    if datatype == "BYTES":
+        return deserialize_bytes_tensor(content).reshape(array.shape)
+    return np.frombuffer(content, triton_to_np_dtype(datatype)).reshape(array.shape)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +90,12 @@ def test_stopped_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """In another thread, as a notebook may call stop()."""
     server = LocalServer(tmp_path, allow_empty=True)
 
-    def run(_: Serving, __: Callable[[], None], is_over: Callable[[], bool]) -> None:
+    def run(*arguments: Any, **_: object) -> None:
         threading.Thread(target=server.stop).start()
-        while not is_over():
+        while not arguments[-1]():
             time.sleep(0.01)
 
-    monkeypatch.setattr(Serving, "run", run)
+    monkeypatch.setattr(serving, "run", run)
     with pytest.raises(ToolError, match="stopped during its start"):
         server.start()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from torch_py_backend.errors import ToolError
-from torch_py_backend.server import serving, tritonserver
-from torch_py_backend.server.serving import Reloader, Serving
+from torch_py_backend.server import Server, serving
+from torch_py_backend.server.serving import Reloader
 
 
 class Fake:
@@ -104,19 +104,16 @@ def test_version_folders_that_are_links(repository: Path, tmp_path: Path) -> Non
         assert fake.run(3) == ["digits"]
 
 
-def _serving(path: Path, arguments: str) -> Serving:
-    return Serving(path, [0] * 4, arguments=arguments.split(), allow_empty=True)
-
-
 def test_both_spellings_of_arguments(tmp_path: Path) -> None:
     words = "--log-verbose 1 --exit-timeout-secs=5 --load-models=c --exit-timeout-secs 7"
-    server = _serving(tmp_path, words)
+    server = Server(tmp_path, arguments=words.split())
+    assert serving.take_names(server, allow_empty=True) == []
     assert server.exit_seconds == 7
     assert server.arguments[1:] == ["--log-verbose", "1", "--load-models=c"]
-    assert _serving(tmp_path, "").exit_seconds == tritonserver.EXIT_SECONDS
 
 
 @pytest.mark.parametrize("argument", ["--model-control-mode=poll", "--http-port 1"])
 def test_arguments_that_serve_itself_uses_are_refused(argument: str, tmp_path: Path) -> None:
+    server = Server(tmp_path, arguments=argument.split())
     with pytest.raises(ToolError, match=r"`serve` sets --[mh]"):
-        _serving(tmp_path, argument)
+        serving.take_names(server)

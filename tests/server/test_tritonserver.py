@@ -11,7 +11,7 @@ import pytest
 from documentation import ROOT
 
 from torch_py_backend.errors import ToolError
-from torch_py_backend.server import tritonserver
+from torch_py_backend.server import client, tritonserver
 from torch_py_backend.server.tritonserver import Server, choose_ports
 
 _DOCUMENTED = re.findall(
@@ -20,7 +20,7 @@ _DOCUMENTED = re.findall(
 
 
 def test_a_server_that_was_not_started_may_be_stopped(tmp_path: Path) -> None:
-    server = Server(tmp_path, ports=(80, 0, 0), address="0.0.0.0")
+    server = Server(tmp_path, ports=(80, 0, 0, 0), address="0.0.0.0")
     assert server.http_address == "127.0.0.1:80"
     server.stop()
 
@@ -40,9 +40,9 @@ def test_paths_that_a_shell_changes(
 
 
 def test_restrictions_are_as_documented(tmp_path: Path) -> None:
-    server = Server(tmp_path, restrict=tritonserver.SENSITIVE, key="SECRET")
-    assert server._arguments[-2:] == _DOCUMENTED
-    assert not any("SECRET" in word for word in Server(tmp_path, key="SECRET")._arguments)
+    options = Server(tmp_path, restrict=tritonserver.SENSITIVE, key="SECRET")._options()
+    assert [f"--{name}={options[name]}" for name in tritonserver.RESTRICTIONS] == _DOCUMENTED
+    assert "SECRET" not in str(Server(tmp_path, key="SECRET")._options())
     with pytest.raises(ToolError, match="--restrict"):
         Server(tmp_path, restrict=["trace:x"], key="SECRET")
 
@@ -82,11 +82,15 @@ def test_the_error_of_a_taken_port_names_it(
             choose_ports(address, [taken if port is None else port for port in ports])
 
 
-def test_the_reason_of_an_unreadable_config_may_stand_a_few_lines_above(tmp_path: Path) -> None:
-    server = Server(tmp_path, log=tmp_path / "log")
-    parsed = "[libprotobuf] Error parsing text-format inference.ModelConfig: 2:16: Expected string"
-    failed = "E1127] \"Poll failed for model directory 'net': cannot be read\""
-    (tmp_path / "log").write_text(f"{parsed}\nI1127 another model\n{failed}\n")
-    assert server.client.poll_failure("net") == "cannot be read: 2:16: Expected string"
-    (tmp_path / "log").write_text(f"{failed}\n")
-    assert server.client.poll_failure("net") == "cannot be read"
+_LOGS = {
+    "tritonserver: unrecognized option '--no'\nUsage:\n": "unrecognized option '--no'",
+    'Bad option: "--x".\nunknown restricted api\n': 'Bad option: "--x". unknown restricted api',
+    'I1 "Exiting."\nerror: creating server: Invalid\n': "creating server: Invalid",
+}
+
+
+def test_the_reason_of_a_server_that_does_not_start(tmp_path: Path) -> None:
+    """tests/live has an error of its log."""
+    for text, reason in _LOGS.items():
+        (tmp_path / "log").write_text(text)
+        assert client.logged(tmp_path / "log", tritonserver._ERROR) == reason

@@ -14,10 +14,10 @@ import typer
 
 from torch_py_backend.model_folders import remote_repository
 from torch_py_backend.processes import procfs
+from torch_py_backend.server import serving
 from torch_py_backend.server import tritonserver as tritonservers
 from torch_py_backend.server.client import KEY_HEADER
 from torch_py_backend.server.installation import TritonInstallation
-from torch_py_backend.server.serving import Serving
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -102,7 +102,7 @@ def serve(
     key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
     restricted = [name.strip() for name in restrict.split(",")] if restrict else []
     TritonInstallation(tritonserver)  # before much is fetched
-    server = Serving(
+    server = tritonservers.Server(
         remote_repository.local(repository, cache, _say),
         (http_port, grpc_port, metrics_port, health_port),
         address,
@@ -110,13 +110,8 @@ def serve(
         arguments or (),
         restricted,
         key,
-        on_event=lambda event: _say(str(event), _COLORS.get(event.kind, "yellow")),
-        restarts=restarts,
-        load_seconds=load_timeout,
-        drain=drain,
-        allow_empty=allow_empty,
-        reload=reload,
     )
+    names = serving.take_names(server, allow_empty=allow_empty)
     exposed = [api for api in tritonservers.SENSITIVE if api not in restricted]
     if exposed and address not in _LOCAL:
         _say(
@@ -132,7 +127,7 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
 
-    def announce() -> None:
+    def announce(_: object) -> None:
         _say(
             f"serving on http://{server.http_address} and grpc://{server.grpc_address};"
             f" metrics on http://{server.metrics_address}/metrics,"
@@ -143,7 +138,17 @@ def serve(
         reap_orphans(server.process.pid)
         return ended.is_set()
 
-    code = server.run(announce, is_over)
+    code = serving.run(
+        server,
+        names,
+        lambda event: _say(str(event), _COLORS.get(event.kind, "yellow")),
+        announce,
+        is_over,
+        restarts=restarts,
+        load_seconds=load_timeout,
+        drain=drain,
+        reload=reload,
+    )
     if code is None:
         _say("stopped")
         return

@@ -18,7 +18,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -36,8 +35,6 @@ from torch_py_backend.errors import sanitize_line
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# A supervisor with an older snapshot has stopped to monitor the models.
-_STALE_S = 30.0
 # A connection ends with its response, after this time, or when so many newer ones were opened.
 _CONNECTION_S = 10.0
 _MAX_CONNECTIONS = 64
@@ -53,14 +50,12 @@ class Snapshot:
     Attributes:
         models: the models that should serve, each with the reason why it does not; empty: it does.
         problem: a problem of the whole server.
-        warnings: the warnings of the last load of each model that serves, if there were any.
-        at: when it was taken, in seconds of a monotonic clock; 0: before the first step.
+        warnings: the warnings of the last load of each model that serves.
     """
 
-    models: Mapping[str, str] = field(default_factory=dict)
-    problem: str = "the server is being started"
+    models: Mapping[str, str]
+    problem: str = ""
     warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    at: float = 0.0
 
 
 class Page:
@@ -96,9 +91,8 @@ class Page:
         )
         config.load()  # its imports belong to this thread: others may import meanwhile
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([listener],), name="page", daemon=True
-        )
+        run = functools.partial(self._server.run, [listener])
+        self._thread = threading.Thread(target=run, name="page", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -109,14 +103,13 @@ class Page:
         self._thread.join()
 
     async def _live(self, _request: Request) -> Response:
-        return _response("live", _problem(self._snapshot()))
+        return _response("live", self._snapshot().problem)
 
     async def _ready(self, request: Request) -> Response:
         snapshot = self._snapshot()
-        problem = "the server is being stopped" if self.stopping else _problem(snapshot)
-        if problem:
-            return _response("ready", problem)
         model = request.path_params.get("model")
+        if problem := "the server is being stopped" if self.stopping else snapshot.problem:
+            return _response("ready", problem)
         if model is None:
             models = snapshot.models.items()
             reasons = {name: sanitize_line(reason) for name, reason in models if reason}
@@ -125,11 +118,6 @@ class Page:
             return _response("ready", "no such model should serve", HTTPStatus.NOT_FOUND)
         warnings = [sanitize_line(text) for text in snapshot.warnings.get(model, ())]
         return _response("ready", sanitize_line(snapshot.models[model]), warnings=warnings)
-
-
-def _problem(snapshot: Snapshot) -> str:
-    is_stale = snapshot.at and time.monotonic() - snapshot.at > _STALE_S
-    return snapshot.problem or ("the models are no longer monitored" if is_stale else "")
 
 
 def _response(
@@ -149,14 +137,9 @@ def _response(
 class _Connection(H11Protocol):
     """A connection of a client, which is closed when it takes too long, or when there are many."""
 
-    def __init__(
-        self,
-        opened: collections.deque[_Connection],
-        **arguments: Any,
-    ) -> None:
+    def __init__(self, opened: collections.deque[_Connection], **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.logger = _SILENT
-        self._opened = opened
+        self.logger, self._opened = _SILENT, opened
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -13,8 +13,9 @@ import json
 import re
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,7 +28,15 @@ KEY_HEADER = "admin-key"
 _REQUEST_S = 10.0
 _UNLOAD_S = 30.0
 _UNLOADED = "unloaded"
+# What Triton logs where its reason is only this; the parser of protobuf writes the line before.
 _NOT_POLLED = "failed to poll from model repository"
+_POLL_FAILED = (
+    # Other threads may write a few lines between the two.
+    r"^(?:.*Error parsing text-format inference\.ModelConfig: (.*)\n(?:.*\n){{0,3}}?)?"
+    r".*\] \"?Poll failed for model directory '{}': (.*?)\"?$"
+)
+# The end of the log in which a reason is searched.
+_LOG_BYTES = 1 << 18
 # What Triton puts before the reason of a failed load (the model, the version, the code), and after.
 _NOISE = re.compile(
     r"^(?:(?:load failed for model '.*?'|version \d+ is at UNAVAILABLE state|Unknown|Internal"
@@ -45,14 +54,11 @@ class ModelState:
         ready: whether at least one version serves.
         unloaded: whether none serves, and one was unloaded or is being unloaded.
         reason: why a version does not serve that was not unloaded; it may have failed before.
-        versions: the versions that serve; all versions if none serves.
     """
 
-    name: str
     ready: bool = False
     unloaded: bool = False
     reason: str = ""
-    versions: str = ""
 
 
 def states(index: Iterable[Mapping[str, str]]) -> dict[str, ModelState]:
@@ -60,23 +66,19 @@ def states(index: Iterable[Mapping[str, str]]) -> dict[str, ModelState]:
     grouped = collections.defaultdict[str, list[Mapping[str, str]]](list)
     for entry in index:
         grouped[entry["name"]].append(entry)
-    models = {}
-    for name, entries in grouped.items():
-        serving = [entry for entry in entries if entry.get("state") == "READY"]
-        reasons = [entry.get("reason", "") for entry in entries]
-        is_unloaded = _UNLOADED in reasons or any(
-            entry.get("state") == "UNLOADING" for entry in entries
-        )
-        failures = [reason for reason in reasons if reason not in ("", _UNLOADED)]
-        versions = [entry.get("version", "") for entry in serving or entries]
-        models[name] = ModelState(
-            name,
-            ready=bool(serving),
-            unloaded=is_unloaded and not serving,
-            reason=cause(name, failures[0]) if failures else "",
-            versions=",".join(versions),
-        )
-    return models
+    return {name: _state(name, entries) for name, entries in grouped.items()}
+
+
+def _state(name: str, entries: Sequence[Mapping[str, str]]) -> ModelState:
+    in_state = [entry.get("state") for entry in entries]
+    reasons = [entry.get("reason", "") for entry in entries]
+    failures = [reason for reason in reasons if reason not in ("", _UNLOADED)]
+    is_ready = "READY" in in_state
+    return ModelState(
+        ready=is_ready,
+        unloaded=not is_ready and ("UNLOADING" in in_state or _UNLOADED in reasons),
+        reason=cause(name, failures[0]) if failures else "",
+    )
 
 
 def cause(model: str, reason: str) -> str:
@@ -85,25 +87,42 @@ def cause(model: str, reason: str) -> str:
     return text.strip(".; \n") or "no reason was given"
 
 
+def logged(log: Path | None, pattern: str) -> str:
+    """Return the groups of the last match of a pattern near the end of a log, if any.
+
+    Only for the text of a reason: no decision depends on the log, which may be on a terminal.
+    """
+    if log is None:
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        lines = file.read().decode(errors="replace")
+    text = ""
+    for match in re.finditer(pattern, lines, re.MULTILINE):
+        text = ": ".join(filter(None, match.groups()[::-1]))
+    # Triton escapes a message as a string of C.
+    return " ".join(text.replace('\\"', '"').replace("\\n", " ").split())
+
+
 @dataclass(repr=False)
 class TritonClient:
     """A client of one server.
 
     Attributes:
         key: the key of restricted endpoints; empty: there are none.
-        poll_failure: returns why Triton could not read a model's folder; empty: unknown.
+        log: the server's log.
     """
 
     http_address: str
     grpc_address: str
     key: str = ""
-    poll_failure: Callable[[str], str] = lambda _model: ""
+    log: Path | None = None
 
     def __post_init__(self) -> None:
         self._headers = {KEY_HEADER: self.key} if self.key else {}
-        self._metadata = [(f"triton-grpc-protocol-{KEY_HEADER}", self.key)] if self.key else []
         self._channel = grpc.insecure_channel(self.grpc_address)
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self.close = self._channel.close  # pending calls then fail
 
     def models(self, instances: Collection[str] = ()) -> dict[str, ModelState]:
         """Return the current states of the models in the repository, and of those with instances.
@@ -115,7 +134,7 @@ class TritonClient:
         """
         listed = states(self._request("repository/index", b"{}"))
         loaded = [name for name in instances if name not in listed and self.config(name)]
-        return listed | {name: ModelState(name, ready=True) for name in loaded}
+        return listed | dict.fromkeys(loaded, ModelState(ready=True))
 
     def config(self, model: str) -> dict[str, Any]:
         """Return the config of a model; empty if it is not loaded, or without an answer."""
@@ -140,33 +159,25 @@ class TritonClient:
             ToolError: Triton would wait for it forever.
         """
         refuse_in_shell(model)
-        request = service_pb2.RepositoryModelLoadRequest
-        return self._begin(self._service.RepositoryModelLoad, request, model, seconds)
+        return self._begin("RepositoryModelLoad", model, seconds)
 
     def unload(self, model: str) -> grpc.Future:
         """Begin to unload a model; its instances end soon after."""
-        request = service_pb2.RepositoryModelUnloadRequest
-        return self._begin(self._service.RepositoryModelUnload, request, model, _UNLOAD_S)
+        return self._begin("RepositoryModelUnload", model, _UNLOAD_S)
 
-    def _begin(
-        self,
-        method: Any,
-        request: Any,
-        model: str,
-        seconds: float,
-    ) -> grpc.Future:
+    def _begin(self, method: str, model: str, seconds: float) -> grpc.Future:
         # The name of a folder need not be UTF-8.
-        message = request(model_name=model.encode(errors="replace").decode())
-        return method.future(message, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
+        name = model.encode(errors="replace").decode()
+        request = getattr(service_pb2, f"{method}Request")(model_name=name)
+        metadata = [(f"triton-grpc-protocol-{name}", key) for name, key in self._headers.items()]
+        call = getattr(self._service, method)
+        return call.future(request, timeout=seconds, metadata=metadata, wait_for_ready=True)
 
     def failure(self, model: str, call: grpc.Future) -> str:
         """Return why a call that has ended failed; empty: it succeeded."""
         if call.code() is grpc.StatusCode.OK:
             return ""
         reason = str(call.details() or call.code())
-        poll_failure = self.poll_failure(model) if _NOT_POLLED in reason else ""
-        return cause(model, poll_failure or reason)
-
-    def close(self) -> None:
-        """Close the connection; pending calls fail."""
-        self._channel.close()
+        if _NOT_POLLED in reason:
+            reason = logged(self.log, _POLL_FAILED.format(re.escape(model))) or reason
+        return cause(model, reason)

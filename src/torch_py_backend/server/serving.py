@@ -1,4 +1,4 @@
-"""A tritonserver whose models are kept serving, with the endpoints for probes."""
+"""Keeping the models of a tritonserver serving, with the endpoints for probes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
@@ -15,7 +15,7 @@ from torch_py_backend.errors import ToolError
 from torch_py_backend.page.app import Page
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.supervisor import Event, Supervisor
-from torch_py_backend.server.tritonserver import RESTRICTIONS, Server, client_address, listen
+from torch_py_backend.server.tritonserver import RESTRICTIONS, Server, listen
 
 _STEP_S = 0.1
 # Files that stay the same for this time are complete.
@@ -29,97 +29,82 @@ _REFUSED = (
 )
 
 
-@dataclass(repr=False)
-class Serving(Server):
-    """A server whose models are supervised, with the options of `torch-py-backend serve`.
+def take_names(server: Server, *, allow_empty: bool = False) -> list[str]:
+    """Take the models to load, none for all, from a server's arguments, and check the others.
 
-    Attributes:
-        ports: those of HTTP, gRPC, metrics and readiness.
-        on_event: called with what happens to models.
-        supervisor: the supervisor of its models, while it runs.
-        health_address: host and port of the endpoints for probes.
+    Triton would not listen before it has loaded them.
     """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--load-model", action="append", default=[])
+    parser.add_argument("--exit-timeout-secs", type=int, default=server.exit_seconds)
+    try:
+        parsed, others = parser.parse_known_args(server.arguments)
+    except argparse.ArgumentError as error:
+        raise ToolError(f"{error}.") from None
+    for word in others:
+        if word.removeprefix("--").partition("=")[0] in _REFUSED:
+            raise ToolError(f"`serve` sets {word} itself; use the options before --.")
+    server.arguments = ["--model-control-mode=explicit", *others]
+    server.exit_seconds = parsed.exit_timeout_secs
+    names = [name for name in parsed.load_model if name != "*"]
+    if not allow_empty and not repositories.by_name(server.repository, names):
+        raise ToolError(
+            f"{server.repository} holds no models; expected folders with a config.pbtxt."
+            " --allow-empty serves it as it is."
+        )
+    return names
 
-    on_event: Callable[[Event], None] = print
-    restarts: int = 8
-    load_seconds: float = 1800.0
-    drain: float = 0.0
-    allow_empty: bool = False
-    reload: bool = False
 
-    supervisor: Supervisor = field(init=False)
-    health_address: str = field(init=False)
+def run(
+    server: Server,
+    names: Sequence[str],
+    on_event: Callable[[Event], None],
+    on_loaded: Callable[[Mapping[str, str]], None],
+    is_over: Callable[[], bool],
+    *,
+    restarts: int = 8,
+    load_seconds: float = 1800.0,
+    drain: float = 0.0,
+    reload: bool = False,
+) -> int | None:
+    """Run a server, and keep its models serving, in a thread that lives as long.
 
-    def __post_init__(self) -> None:
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        parser.add_argument("--load-model", action="append", default=[])
-        parser.add_argument("--exit-timeout-secs", type=int, default=self.exit_seconds)
-        try:
-            parsed, others = parser.parse_known_args(self.arguments)
-        except argparse.ArgumentError as error:
-            raise ToolError(f"{error}.") from None
-        for word in others:
-            if word.removeprefix("--").partition("=")[0] in _REFUSED:
-                raise ToolError(f"`serve` sets {word} itself; use the options before --.")
-        # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
-        self._names = [name for name in parsed.load_model if name != "*"]
-        self.arguments = ["--model-control-mode=explicit", *others]
-        self.exit_seconds = parsed.exit_timeout_secs
-        super().__post_init__()
-        self.health_address = client_address(self.address, self.ports[3])
-        if not self.allow_empty and not repositories.by_name(self.repository, self._names):
-            raise ToolError(
-                f"{self.repository} holds no models; expected folders with a config.pbtxt."
-                " --allow-empty serves it as it is."
-            )
+    `names` are the models to load; none: all. `on_event` is called with what happens to them, and
+    `on_loaded`, when the first load of every model has succeeded or failed, with the reason why
+    each does not serve; empty: it does. The server ends when `is_over`, which is called several
+    times a second, returns true or raises. The others are options of `torch-py-backend serve`.
 
-    def run(
-        self,
-        on_loaded: Callable[[], None],
-        is_over: Callable[[], bool],
-    ) -> int | None:
-        """Run the server, and keep its models serving, in a thread that lives as long.
-
-        Args:
-            on_loaded: called when the first load of every model has succeeded or failed.
-            is_over: called several times a second: whether the server ends, as if it raises.
-
-        Returns:
-            The exit code of a tritonserver that has ended by itself; None: `is_over`.
-        """
-        listener = listen(self.address, self.ports[3])
-        with contextlib.closing(listener), self:
-            self.supervisor = supervisor = Supervisor(
-                self.client,
-                InstanceMonitor(self.status_folder, self.load_seconds),
-                self.on_event,
-                restarts=self.restarts,
-                load_seconds=self.load_seconds,
-            )
-            with Page(listener, lambda: supervisor.snapshot) as page:
-                try:
-                    supervisor.load(self._names or sorted(self.wait_loaded(is_over)))
-                    if self.reload:
-                        reloader = Reloader(self.repository, self._names, supervisor.reload)
-                    is_loaded = False
-                    while (code := self.process.poll()) is None and not is_over():
-                        time.sleep(_STEP_S)
-                        supervisor.step()
-                        if self.reload:
-                            reloader.step()
-                        if supervisor.initial_loads_done and not is_loaded:
-                            is_loaded = True
-                            on_loaded()
-                    return code
-                finally:
-                    # In this order, both the requests that a load balancer still sends and those in
-                    # progress when Triton stops are answered.
-                    page.stopping = True
-                    deadline = time.monotonic() + self.drain
-                    while self.process.poll() is None and time.monotonic() < deadline:
-                        time.sleep(_STEP_S)
-                        supervisor.step()
-                    self.stop()
+    Returns:
+        The exit code of a tritonserver that has ended by itself; None: `is_over`.
+    """
+    listener = listen(server.address, server.ports[3])
+    with contextlib.closing(listener), server:
+        monitor = InstanceMonitor(server.status_folder, load_seconds)
+        supervisor = Supervisor(server.client, monitor, on_event, restarts, load_seconds)
+        with Page(listener, lambda: supervisor.snapshot) as page:
+            try:
+                supervisor.load(names or sorted(server.wait_loaded(is_over)))
+                steps = [supervisor.step]
+                if reload:
+                    steps.append(Reloader(server.repository, names, supervisor.reload).step)
+                is_loaded = False
+                while (code := server.process.poll()) is None and not is_over():
+                    time.sleep(_STEP_S)
+                    for step in steps:
+                        step()
+                    if supervisor.initial_loads_done and not is_loaded:
+                        is_loaded = True
+                        on_loaded(supervisor.snapshot.models)
+                return code
+            finally:
+                # In this order, both the requests that a load balancer still sends and those in
+                # progress when Triton stops are answered.
+                page.stopping = True
+                deadline = time.monotonic() + drain
+                while server.process.poll() is None and time.monotonic() < deadline:
+                    time.sleep(_STEP_S)
+                    supervisor.step()
+                server.stop()
 
 
 @dataclass

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ from torch_py_backend.server.client import ModelState, TritonClient, cause
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 
 _INDEX_S = 0.5
+# A supervisor whose last step began so long ago has stopped.
+_STALE_S = 30.0
 _MAX_DELAY_S = 60
 # A model that has served for this long may be reloaded as often as at first.
 _STABLE_AFTER_S = 60.0
@@ -35,11 +37,10 @@ _SURVIVORS_S = 10.0
 # Triton 24.10 may never end the other instances of a model if one died during a request. After this
 # time the idle ones are killed here; Triton does not send them requests any more.
 _IDLE_S = 1.0
-# The time for a load to fail in Triton, after its process was killed.
-_FAILING_S = 30.0
-# The time for Triton to accept loaded instances. Triton 24.10 gives a load up if the process shows
-# no sign of life for a second, and then waits for its end (WaitForStubProcess in stub_launcher.cc).
-_ACCEPTED_S = 30.0
+# The time for Triton to accept loaded instances, or to fail a load whose process was killed.
+# Triton 24.10 gives a load up if the process shows no sign of life for a second, and then waits for
+# its end (WaitForStubProcess in stub_launcher.cc).
+_TRITON_S = 30.0
 _NOT_ACCEPTED = "Triton did not accept it after its load, as when the machine stalled meanwhile"
 # A part of Triton's message for a process that has died.
 _DEAD = "is not healthy"
@@ -86,12 +87,12 @@ class ModelRecord:
     call: grpc.Future | None = None
     death: str = ""
     parts: frozenset[str] = frozenset()
-    warnings: Sequence[str] = ()
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Supervisor:
-    """Keeps the models of one server serving; `snapshot` is their readiness after the last step.
+    """Keeps the models of one server serving.
 
     Attributes:
         restarts: how often a model is reloaded, until it has served for a minute.
@@ -106,12 +107,26 @@ class Supervisor:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._events: list[Event] = []
         self._failures: list[InstanceFailure] = []
         self._models: dict[str, ModelRecord] = {}
         self._states: Mapping[str, ModelState] = {}
-        self._index_due = 0.0
-        self.snapshot = Snapshot()
+        self._stepped_at = self._index_due = self.clock()
+        self._problem = "the server is being started"
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The readiness of all models now, for any thread."""
+        reasons, warnings = {}, {}
+        for name, model in sorted(self._models.items()):
+            is_serving = model.phase is Phase.SERVING
+            # Not ready: the model is being unloaded and loaded again through Triton's API.
+            phase = Phase.LOADING if is_serving and not self._state(name).ready else model.phase
+            texts = () if phase is Phase.SERVING else (phase.value, model.reason)
+            reasons[name] = ": ".join(filter(None, texts))
+            warnings[name] = model.warnings
+        is_stale = self.clock() - self._stepped_at > _STALE_S
+        stale = "the models are no longer monitored" if is_stale else ""
+        return Snapshot(reasons, self._problem or stale, warnings)
 
     @property
     def initial_loads_done(self) -> bool:
@@ -138,11 +153,12 @@ class Supervisor:
             return False
         else:
             model.call = self.client.load(name, self.load_seconds)
-        self._report("CHANGED", name)
+        self.on_event(Event("CHANGED", name))
         return True
 
     def step(self) -> None:
         """Process failures, completed calls and due loads."""
+        self._stepped_at = self.clock()
         self._failures += self.monitor.check()
         completed = [
             (model, model.call)
@@ -155,9 +171,9 @@ class Supervisor:
             try:
                 self._states = self.client.models(names | self.monitor.models_with_instances())
             except OSError:  # a later step handles what has happened
-                self._publish("tritonserver does not answer")
+                self._problem = "tritonserver does not answer"
                 return
-            self._index_due = self.clock() + _INDEX_S
+            self._problem, self._index_due = "", self.clock() + _INDEX_S
         failures, self._failures = self._failures, []
         for failure in failures:
             self._handle_failure(failure)
@@ -169,51 +185,29 @@ class Supervisor:
             self._observe(name)
         for model in self._models.values():
             self._advance(model)
-        self._publish()
 
-    def _publish(self, problem: str = "") -> None:
-        """Update the snapshot first: a client that sees an event must not get the previous one."""
-        reasons, warnings = {}, {}
-        for name, model in sorted(self._models.items()):
-            is_serving = model.phase is Phase.SERVING
-            # Not ready: the model is being unloaded and loaded again through Triton's API.
-            phase = Phase.LOADING if is_serving and not self._is_ready(name) else model.phase
-            texts = () if phase is Phase.SERVING else (phase.value, model.reason)
-            reasons[name] = ": ".join(filter(None, texts))
-            if model.warnings:
-                warnings[name] = model.warnings
-        self.snapshot = Snapshot(reasons, problem, warnings, self.clock())
-        events, self._events = self._events, []
-        for event in events:
-            self.on_event(event)
-
-    def _is_ready(self, name: str) -> bool:
-        return name in self._states and self._states[name].ready
+    def _state(self, name: str) -> ModelState:
+        return self._states.get(name, ModelState(unloaded=True))
 
     def _enter(self, model: ModelRecord, phase: Phase, reason: str = "") -> None:
         if not {model.phase, phase} <= {Phase.LOADING, Phase.DOWN}:
             model.since = self.clock()
         model.phase, model.reason, model.death = phase, reason, ""
         if phase is not Phase.SERVING:
-            model.warnings = ()
+            model.warnings = []
             self.monitor.disregard(model.name)  # these processes have to end anyway
-
-    def _report(self, kind: str, name: str, text: str = "") -> None:
-        if name in self._states and kind in ("READY", "FAILED"):
-            name = f"{name} {self._states[name].versions}".strip()
-        self._events.append(Event(kind, name, text))
 
     def _serve(self, model: ModelRecord, text: str = "") -> None:
         """Report that a model was loaded, and its warnings; note which models it consists of."""
         if model.attempts and model.phase is not Phase.SERVING:
             text = f"serves again after {self.clock() - model.since:.1f} s"
-        self._enter(model, Phase.SERVING)
-        self._report("READY", model.name, text)
-        model.warnings = [cause(model.name, text) for text in self.monitor.warnings(model.name)]
-        for warning in model.warnings:
-            self._report("WARNING", model.name, warning)
         steps = self.client.config(model.name).get("ensemble_scheduling", {}).get("step", [])
         model.parts = frozenset(step["model_name"] for step in steps)
+        model.warnings = [cause(model.name, text) for text in self.monitor.warnings(model.name)]
+        self._enter(model, Phase.SERVING)
+        self.on_event(Event("READY", model.name, text))
+        for warning in model.warnings:
+            self.on_event(Event("WARNING", model.name, warning))
 
     def _retry(self, model: ModelRecord, reason: str) -> None:
         """Reload a model that failed, after a while, or give it up if it has failed too often."""
@@ -229,17 +223,17 @@ class Supervisor:
         self._enter(model, Phase.DOWN, reason)
         when = f"in {seconds} s" if seconds else "now"
         attempt = f"attempt {model.attempts} of {self.restarts}"
-        self._report("DOWN", model.name, f"{reason}; loading it again {when} ({attempt})")
+        self.on_event(Event("DOWN", model.name, f"{reason}; loading it again {when} ({attempt})"))
 
     def _give_up(self, model: ModelRecord, kind: str, reason: str) -> None:
         """Report that a model stays down; FAILED: another load would fail in the same way."""
         self._enter(model, Phase.GIVEN_UP, reason)
-        self._report(kind, model.name, reason)
+        self.on_event(Event(kind, model.name, reason))
 
     def _begin_load(self, model: ModelRecord) -> None:
         self._enter(model, Phase.LOADING, model.reason)
         try:
-            model.call = self.client.load(model.name, self.load_seconds + _FAILING_S)
+            model.call = self.client.load(model.name, self.load_seconds + _TRITON_S)
         except ToolError as error:
             self._give_up(model, "FAILED", str(error))
 
@@ -247,10 +241,10 @@ class Supervisor:
         error = self.client.failure(model.name, call)
         if model.phase not in (Phase.LOADING, Phase.SERVING):
             # Triton does not load a model that is READY, even if all its instances are dead.
-            if error and self._is_ready(model.name):
+            if error and self._state(model.name).ready:
                 model.call = self.client.unload(model.name)
         elif model.phase is Phase.SERVING and error:
-            self._report("FAILED", model.name, error)
+            self.on_event(Event("FAILED", model.name, error))
         elif not error and not model.death:
             self._serve(model, "reloaded" if model.phase is Phase.SERVING else "")
         elif not error:
@@ -272,7 +266,7 @@ class Supervisor:
             model.death = model.death or reason
         elif failure.in_load:
             # A load through Triton's API; `_observe` notices if nothing serves after it.
-            self._report("FAILED", name, reason)
+            self.on_event(Event("FAILED", name, reason))
         elif model is not None and model.phase is Phase.SERVING:
             if failure.identity.copied:
                 reason += "; its files came with a load request: send that again"
@@ -283,9 +277,9 @@ class Supervisor:
 
     def _observe(self, name: str) -> None:
         """Notice that a model was loaded or unloaded through Triton's API, or with its parts."""
-        model, state = self._models.get(name), self._states.get(name)
+        model, state = self._models.get(name), self._state(name)
         if model is None:
-            if not self._is_ready(name):
+            if not state.ready:
                 return
             model = self._models[name] = ModelRecord(name, self.clock())
         if model.call is not None:
@@ -296,22 +290,23 @@ class Supervisor:
                 # Triton has unloaded it, and usually loads it with the last of its parts.
                 self._enter(model, Phase.DOWN, f"needs the model '{part}', which does not serve")
                 model.attempts += 1
-        elif self._is_ready(name):
+        elif state.ready:
             if not is_serving:
                 self._serve(model, "loaded through Triton's API")
                 model.attempts = 0
-        elif is_serving and (state is None or state.unloaded):
+        elif is_serving and state.unloaded:
             del self._models[name]
-            self._report("RELEASED", name, "unloaded through Triton's API; not loaded again")
-        elif is_serving and state is not None and state.reason:
+            self.on_event(
+                Event("RELEASED", name, "unloaded through Triton's API; not loaded again")
+            )
+        elif is_serving and state.reason:
             self._give_up(model, "FAILED", state.reason)
 
     def _missing_part(self, model: ModelRecord) -> str:
         """Return the part of an ensemble that failed and does not serve again; empty: none."""
-        for name in model.parts & self._models.keys():
-            if self._models[name].phase is not Phase.SERVING:
-                return name
-        return ""
+        parts = model.parts & self._models.keys()
+        missing = (name for name in parts if self._models[name].phase is not Phase.SERVING)
+        return next(missing, "")
 
     def _advance(self, model: ModelRecord) -> None:
         """Start a load that is due, and end one that Triton has forgotten."""
@@ -326,8 +321,8 @@ class Supervisor:
         # A model that is READY may wait for another one: Triton locks ensembles with their parts.
         elif (
             model.phase is Phase.LOADING
-            and not self._is_ready(model.name)
-            and self.monitor.idle_seconds(model.name) > _ACCEPTED_S
+            and not self._state(model.name).ready
+            and self.monitor.idle_seconds(model.name) > _TRITON_S
         ):
             self.monitor.kill_idle(model.name)  # the load then fails in Triton
             model.death = model.death or _NOT_ACCEPTED

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import instance_status
 from torch_py_backend.server import cleanup
-from torch_py_backend.server.client import KEY_HEADER, ModelState, TritonClient
+from torch_py_backend.server.client import KEY_HEADER, ModelState, TritonClient, logged
 from torch_py_backend.server.installation import TritonInstallation, refuse_in_shell
 
 if TYPE_CHECKING:
@@ -34,18 +34,10 @@ _LAUNCH = (
 EXIT_SECONDS = 30
 _GRACE_SECONDS = 5
 _POLL_SECONDS = 0.05
-# The end of the log in which a reason is searched.
-_LOG_BYTES = 1 << 18
 # Of the server's own start: other errors, such as a GPU that is missing, do not end it.
 _ERROR = (
     r"^(?:E\d{4} .* (?:main|tritonserver)\.cc:\d+\] \"?(.*?)\"?|error: (.+)"
     r"|.*(unrecognized option .+)|(Bad option: .+\n.+))$"
-)
-# The parser of protobuf writes the line before.
-_POLL_FAILED = (
-    # Other threads may write a few lines between the two.
-    r"^(?:.*Error parsing text-format inference\.ModelConfig: (.*)\n(?:.*\n){{0,3}}?)?"
-    r".*\] \"?Poll failed for model directory '{}': (.*?)\"?$"
 )
 # Clients on this machine reach all addresses at the loopback address of the same family.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
@@ -61,19 +53,20 @@ class Server:
     It ends with the thread that enters the context.
 
     Attributes:
-        ports: those of HTTP, gRPC and metrics; 0 takes a free one.
+        ports: those of HTTP, gRPC, metrics and readiness, which `serving` adds; 0 takes a free one.
         arguments: more arguments for tritonserver; they override others.
         restrict: Triton's endpoints that need the key.
         exit_seconds: how long it waits for models in use when it is stopped.
         log: the file for its log; None: the output of this process.
-        variables: more variables of its environment.
-        http_address, grpc_address, metrics_address: host and port of each service.
-        process: its process, in the context.
-        status_folder: the folder with the status files of its instances, in the context.
+        own_temporary: whether temporary files of its instances are removed with it.
+        http_address, grpc_address, metrics_address, health_address: host and port of each service.
+        process: its process, in the context; so are the next two.
+        client: a client of it.
+        status_folder: the folder with the status files of its instances.
     """
 
     repository: Path
-    ports: Sequence[int] = (0, 0, 0)
+    ports: Sequence[int] = (0, 0, 0, 0)
     address: str = "127.0.0.1"
     executable: Path | None = None
     arguments: Sequence[str] = ()
@@ -81,40 +74,22 @@ class Server:
     key: str = ""
     exit_seconds: int = EXIT_SECONDS
     log: Path | None = None
-    variables: dict[str, str] = field(default_factory=dict)
+    own_temporary: bool = False
 
     process: subprocess.Popen[bytes] = field(init=False)
+    client: TritonClient = field(init=False)
     status_folder: Path = field(init=False)
 
     def __post_init__(self) -> None:
         self._triton = TritonInstallation(self.executable)
+        if not all(re.fullmatch(r"[a-z-]+", name) for name in self.restrict):
+            raise ToolError(f"--restrict has {self.restrict}; expected names of endpoints.")
         self.repository = self.repository.absolute()
-        self.ports = ports = choose_ports(self.address, self.ports)
-        addresses = [client_address(self.address, port) for port in ports]
-        self.http_address, self.grpc_address, self.metrics_address = addresses[:3]
-        # libevent and gRPC write an IPv6 address in their own ways.
-        is_6 = ":" in self.address
-        http = f"ipv6:{self.address}" if is_6 else self.address
-        grpc = f"[{self.address}]" if is_6 else self.address
-        self._arguments = [
-            f"--model-repository={self.repository}",
-            f"--cache-directory={self._triton.python_backend.parents[1] / 'caches'}",
-            f"--exit-timeout-secs={self.exit_seconds}",
-            *(f"--http-address={http}", f"--http-port={ports[0]}"),
-            *(f"--grpc-address={grpc}", f"--grpc-port={ports[1]}"),
-            *(f"--metrics-address={http}", f"--metrics-port={ports[2]}"),
-        ]
-        if self.restrict:
-            if not all(re.fullmatch(r"[a-z-]+", name) for name in self.restrict):
-                raise ToolError(f"--restrict has {self.restrict}; expected names of endpoints.")
-            value = f"{','.join(self.restrict)}:{KEY_HEADER}={self.key}"
-            self._arguments += [f"--{option}={value}" for option in RESTRICTIONS]
-        self.client = TritonClient(
-            self.http_address,
-            self.grpc_address,
-            self.key if self.restrict else "",
-            lambda model: self._logged(_POLL_FAILED.format(re.escape(model))),
-        )
+        self.ports = choose_ports(self.address, self.ports)
+        host = _WILDCARDS.get(self.address, self.address)
+        host = f"[{host}]" if ":" in host else host  # as in a URL
+        addresses = [f"{host}:{port}" for port in self.ports]
+        self.http_address, self.grpc_address, self.metrics_address, self.health_address = addresses
         self._stack = contextlib.ExitStack()  # what `stop` does
 
     @property
@@ -122,12 +97,32 @@ class Server:
         """A colon and the name of the log file, for the end of a sentence; empty without a file."""
         return f": {self.log}" if self.log else ""
 
+    def _options(self) -> dict[str, object]:
+        """Return the options of tritonserver that depend on these attributes only."""
+        options: dict[str, object] = {
+            "model-repository": self.repository,
+            "cache-directory": self._triton.python_backend.parents[1] / "caches",
+            "exit-timeout-secs": self.exit_seconds,
+        }
+        # libevent and gRPC write an IPv6 address in their own ways.
+        is_6 = ":" in self.address
+        http = f"ipv6:{self.address}" if is_6 else self.address
+        grpc = f"[{self.address}]" if is_6 else self.address
+        services = {"http": http, "grpc": grpc, "metrics": http}
+        for (service, address), port in zip(services.items(), self.ports, strict=False):
+            options |= {f"{service}-address": address, f"{service}-port": port}
+        if self.restrict:
+            value = f"{','.join(self.restrict)}:{KEY_HEADER}={self.key}"
+            options |= dict.fromkeys(RESTRICTIONS, value)
+        return options
+
     def __enter__(self) -> Self:
         """Start the server, which loads its models before it listens."""
-        variables = self._triton.environment() | self.variables
         for path in (self.repository, tempfile.gettempdir()):
             refuse_in_shell(str(path))
         with contextlib.ExitStack() as stack:
+            key = self.key if self.restrict else ""
+            self.client = TritonClient(self.http_address, self.grpc_address, key, self.log)
             stack.callback(self.client.close)
             cleanup.sweep()
             folder = cleanup.ServerFolder()
@@ -135,19 +130,24 @@ class Server:
             self.status_folder = folder.status
             self._triton.populate_backends(folder.backends)
             log = stack.enter_context(self.log.open("ab")) if self.log else None
+            options = self._options() | {
+                "backend-directory": folder.backends,
+                # Distinguishes its shared memory from that of other servers.
+                "backend-config": f"python,shm-region-prefix-name={folder.prefix}",
+            }
+            variables = {instance_status.VARIABLE: str(folder.status)}
+            if self.own_temporary:
+                variables["TMPDIR"] = str(folder.path)
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
             # folder of its own: Triton's stub would import a model.py from the current folder.
             self.process = subprocess.Popen(  # noqa: S603  the executable found above
                 [
                     *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())),
                     str(self._triton.executable),
-                    f"--backend-directory={folder.backends}",
-                    # Distinguishes its shared memory from that of other servers.
-                    f"--backend-config=python,shm-region-prefix-name={folder.prefix}",
-                    *self._arguments,
+                    *(f"--{name}={value}" for name, value in options.items()),
                     *self.arguments,
                 ],
-                env=variables | {instance_status.VARIABLE: str(folder.status)},
+                env=self._triton.environment() | variables,
                 cwd=folder.path,
                 stdout=log,
                 stderr=log,
@@ -172,29 +172,13 @@ class Server:
         """
         while not is_over():
             if (code := self.process.poll()) is not None:
-                reason = self._logged(_ERROR)
+                reason = logged(self.log, _ERROR)
                 how = f"with exit code {code}" + (f": {reason}" if reason else "")
                 raise ToolError(f"tritonserver ended {how}; its log says more{self.log_name}.")
             with contextlib.suppress(OSError):
                 return self.client.models()
             time.sleep(_POLL_SECONDS)
         return {}
-
-    def _logged(self, pattern: str) -> str:
-        """Return the groups of the last match of a pattern near the end of the log, if any.
-
-        Only for the text of a reason: no decision depends on the log, which may be on a terminal.
-        """
-        if self.log is None:
-            return ""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
-            log = file.read().decode(errors="replace")
-        text = ""
-        for match in re.finditer(pattern, log, re.MULTILINE):
-            text = ": ".join(filter(None, match.groups()[::-1]))
-        # Triton escapes a message as a string of C.
-        return " ".join(text.replace('\\"', '"').replace("\\n", " ").split())
 
     def stop(self) -> None:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
@@ -208,12 +192,6 @@ def create_log() -> Path:
     """Return a new temporary file for the log of a server."""
     with tempfile.NamedTemporaryFile(prefix="tritonserver-", suffix=".log", delete=False) as file:
         return Path(file.name)
-
-
-def client_address(address: str, port: int) -> str:
-    """Return host and port at which clients on this machine reach a service, as in a URL."""
-    address = _WILDCARDS.get(address, address)
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def choose_ports(address: str, ports: Sequence[int]) -> list[int]:

@@ -258,7 +258,7 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A process that stalls for seconds while it loads, so that Triton forgets it, is replaced."""
     # Here, nothing but Triton notices that the process was stopped.
     monkeypatch.setattr(instances, "_STOPPED_S", math.inf)
-    monkeypatch.setattr(supervisors, "_ACCEPTED_S", 2.0)
+    monkeypatch.setattr(supervisors, "_TRITON_S", 2.0)
     # Only then: the process that completes the config has ended.
     built = f"open(f'{tmp_path}/{{os.getpid()}}.loading', 'x'); time.sleep(3)"
     _lay_out(tmp_path / "repository", "slow", built=built)
@@ -266,7 +266,7 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving.running(tmp_path, "--model-control-mode=explicit"))
         monitor = InstanceMonitor(server.status_folder)
-        supervisor = Supervisor(server.client, monitor, events.append, restarts=3, load_seconds=200)
+        supervisor = Supervisor(server.client, monitor, events.append, 3, 200)
 
         def step_until(what: Callable[[], bool]) -> None:
             deadline = time.monotonic() + LONGEST_S
