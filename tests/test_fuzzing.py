@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from torch_py_backend.config import options, pbtxt
 from torch_py_backend.errors import LoadError
-from torch_py_backend.loading import discovery, source_dependencies
+from torch_py_backend.loading import discovery
 from torch_py_backend.model_folders.artifact_files import unpack_archive
 
 _KEYS = list(options.TABLE)
@@ -46,14 +46,14 @@ def _index(folder: Path, data: bytes) -> None:
     path = folder / "model.safetensors.index.json"
     path.write_bytes(data)
     (folder / "model.py").touch()
-    source_dependencies.find(folder / "model.py")
+    discovery.source_files(folder / "model.py")
 
 
 def _source(folder: Path, data: bytes) -> None:
     """The imports of a source from its own folder."""
     (folder / "net.py").write_bytes(data)
     with contextlib.suppress(LoadError):
-        source_dependencies.find(folder / "net.py")
+        discovery.source_files(folder / "net.py")
 
 
 def _option(folder: Path, data: bytes) -> None:

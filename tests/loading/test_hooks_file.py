@@ -6,6 +6,7 @@ from typing import Any
 import build
 import pytest
 
+from torch_py_backend.config import conflicts
 from torch_py_backend.config.model_config import BatchOutput
 from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, InputError
 from torch_py_backend.loading import discovery
@@ -89,15 +90,13 @@ _ONE = "def preprocess(self, x)"
             method("def postprocess_batch(self, x)"),
             {"max_batch_size": 0},
             ConfigError,
-            "Hooks has postprocess_batch(), and config.pbtxt has max_batch_size: 0",
+            "postprocess_batch() takes batches, and max_batch_size is 0",
         ),
-        (method(_ONE), {"pad": {"x": {}}}, ConfigError, "has PAD"),
-        (method(_ONE), {"batch_outputs": (BatchOutput("y", "x"),)}, ConfigError, "has batch_input"),
         (
             method("def preprocess(self, x, parameters)"),
             {"response_cache": True},
             ConfigError,
-            "has response_cache, which compares no parameters",
+            "hooks take parameters, which response_cache does not compare",
         ),
     ],
 )
@@ -107,6 +106,21 @@ def test_hooks_that_are_refused(
     with pytest.raises(error) as refusal:
         load(tmp_path, code, **overrides)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        ({"pad": {"x": {}}}, "PAD is set"),
+        ({"batch_outputs": (BatchOutput("y", "x"),)}, "config.pbtxt has batch_output"),
+    ],
+)
+def test_settings_that_hooks_exclude(
+    overrides: dict[str, Any], setting: str, tmp_path: Path
+) -> None:
+    build.write(tmp_path, "hooks.py", "")
+    with pytest.raises(ConfigError, match=f"hooks.py is beside the model, and {setting}"):
+        conflicts.check(build.config(tmp_path, **overrides))
 
 
 def test_arguments_may_have_any_name_but_parameters(tmp_path: Path) -> None:

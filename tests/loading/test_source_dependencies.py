@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend.errors import ArtifactError
-from torch_py_backend.loading import source_dependencies
+from torch_py_backend.loading import discovery
 
 
 def _lay_out(folder: Path, files: Mapping[str, str]) -> Path:
@@ -22,7 +21,7 @@ def _lay_out(folder: Path, files: Mapping[str, str]) -> Path:
 
 def _files(source: Path) -> dict[str, str]:
     """Return the files of a source: name in the version folder → relative path."""
-    files = source_dependencies.find(source)
+    files = discovery.source_files(source)
     return {name: path.relative_to(source.parent).as_posix() for name, path in files.items()}
 
 
@@ -69,12 +68,6 @@ def test_imports_are_followed_and_packages_are_whole(
     files = _files(_lay_out(tmp_path, contents | dict.fromkeys(empty.split(), "")))
     assert files.pop("model.py") == "net.py"
     assert files == {name: name for name in expected.split()}
-
-
-def test_source_cannot_import_a_model_py_beside_it(tmp_path: Path) -> None:
-    source = _lay_out(tmp_path, {"net.py": "import model", "model.py": ""})
-    with pytest.raises(ArtifactError, match=r"net\.py imports model\.py .*Rename model"):
-        source_dependencies.find(source)
 
 
 def test_index_is_renamed_and_shards_beside_it_keep_their_names(tmp_path: Path) -> None:

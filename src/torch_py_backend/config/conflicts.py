@@ -23,6 +23,11 @@ _EXCLUSIONS = (
         "Each request is a stream, with the model's code between its responses: remove it.",
     ),
     ("pad buckets static streams", "ragged split", "Sizes differ from batch to batch; remove one."),
+    (
+        "hooks",
+        "pad sequences streams ragged split",
+        "Hooks are for batches of independent requests; remove one.",
+    ),
 )
 
 
@@ -56,6 +61,10 @@ def check(config: ModelConfig) -> None:
         "placed": ("instance_group has KIND_MODEL", config.kind == "MODEL"),
         "profile": ("PROFILE_DIR is set", options.profile_dir),
         "ragged": ("config.pbtxt has batch_input", config.batch_inputs),
+        "hooks": (
+            "hooks.py is beside the model",
+            (config.version_folder / "hooks.py").is_file(),
+        ),
         "split": ("config.pbtxt has batch_output", config.batch_outputs),
     }
     present = {name: text for name, (text, is_set) in settings.items() if is_set}

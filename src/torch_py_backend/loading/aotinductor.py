@@ -133,13 +133,13 @@ def compile_program(
     aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
-# Inductor's names of instruction sets, and the flags of /proc/cpuinfo that they need.
-_ISA_FLAGS = {
-    "AVX2": "avx2",
-    "AVX512": "avx512f",
-    "AVX512_VNNI": "avx512_vnni",
-    "AMX_TILE": "amx_tile",
-    "AVX512_BF16": "avx512_bf16",
+# Inductor's names of instruction sets, and whether this machine has them.
+_INSTRUCTIONS = {
+    "AVX2": torch.cpu._is_avx2_supported,
+    "AVX512": torch.cpu._is_avx512_supported,
+    "AVX512_VNNI": torch.cpu._is_vnni_supported,
+    "AMX_TILE": torch.cpu._is_amx_tile_supported,
+    "AVX512_BF16": torch.cpu._is_avx512_bf16_supported,
 }
 
 
@@ -150,7 +150,7 @@ def mismatch(path: Path, device: torch.device | None) -> str:
     for key, (label, here) in this_machine(device).items():
         needed = {*built.get(key, "").partition("+")[0].split()}
         if key == "AOTI_CPU_ISA":
-            needed &= _ISA_FLAGS.keys()
+            needed &= _INSTRUCTIONS.keys()
         if not needed <= {*here.split()}:
             differences.append(f"{label} {built[key]} (here: {here})")
     return ", ".join(differences)
@@ -160,9 +160,7 @@ def this_machine(device: torch.device | None) -> dict[str, tuple[str, str]]:
     """Return what this machine is under the keys of a package's metadata, with the words for it."""
     on_gpu = device is not None and device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else ()
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    flags = set(cpuinfo.partition("\nflags")[2].partition("\n")[0].split())
-    instructions = " ".join(name for name, flag in _ISA_FLAGS.items() if flag in flags)
+    instructions = " ".join(name for name, is_there in _INSTRUCTIONS.items() if is_there())
     return {
         "AOTI_DEVICE_KEY": ("device", "cuda" if on_gpu else "cpu"),
         "AOTI_MACHINE": ("processor", platform.machine()),

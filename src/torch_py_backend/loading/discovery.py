@@ -1,16 +1,19 @@
-"""Find the model file, its type, its weights and its hooks.
+"""Find the model file, its type, its weights, its hooks, and the Python files that it imports.
 
-Reads names, first bytes and zip members. Does not import torch, unpickle, or run code of the model.
+Reads names, first bytes, zip members and syntax trees. Does not import torch, unpickle, or run code
+of the model.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import enum
 import json
 import re
 import zipfile
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from torch_py_backend.config.model_config import ModelConfig
@@ -238,3 +241,55 @@ def aoti_metadata(path: Path) -> dict[str, str]:
 def is_cuda_package(path: Path) -> bool:
     """Return whether a file is an AOTInductor package for a CUDA device."""
     return aoti_metadata(path).get("AOTI_DEVICE_KEY") == "cuda"
+
+
+def source_files(source: Path, weights: Path | None = None) -> dict[str, Path]:
+    """Return the files of a source file by their names in a version folder, where it is model.py.
+
+    Without `weights`, the weights file with the same stem belongs to it, if there is one.
+    """
+    files = imported(source.parent, *_imported(source)) | {"model.py": source}
+    weights = weights or weights_beside(source.with_suffix(""))
+    if weights is not None:
+        suffix = weights.name.removeprefix(source.stem)
+        files[f"model{suffix if suffix in WEIGHT_SUFFIXES else '.pt'}"] = weights
+        shards = shard_files(weights).items()
+        files |= {name: shard for name, shard in shards if name == shard.name}
+    return files
+
+
+def imported(root: Path, *names: str) -> dict[str, Path]:
+    """Return the files of top-level modules, and of those that they import, by relative path.
+
+    Of a package, these are all files, because it may have data.
+    """
+    files: dict[str, Path] = {}
+    waiting = [*names]
+    while waiting:
+        name = waiting.pop()
+        spec = PathFinder.find_spec(name, [str(root)])
+        if spec is None:
+            continue
+        paths = [Path(spec.origin or "")]
+        if spec.submodule_search_locations is not None:
+            paths = sorted((root / name).rglob("*" if spec.origin else "*.py"))
+        for path in paths:
+            place = path.relative_to(root)
+            hidden = any(part == "__pycache__" or part.startswith(".") for part in place.parts)
+            if path.is_file() and not hidden and place.as_posix() not in files:
+                files[place.as_posix()] = path
+                waiting += _imported(path)
+    return files
+
+
+def _imported(path: Path) -> set[str]:
+    """Return the top-level modules that a source file may import; other files import none."""
+    names: list[str] = []
+    if path.suffix == ".py":
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # loading it reports
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.Import):
+                    names += (alias.name for alias in node.names)
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    names.append(node.module or "")
+    return {name.partition(".")[0] for name in names}

@@ -130,26 +130,10 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     cure = "Its arguments are none, or `folder`, which is the version's folder."
     instance = python_source.call(path, "Hooks", build, cure)
     hooks = Hooks(**{name: Hook(name, getattr(instance, name)) for name in names})
-    _check_config(config, hooks)
+    if hooks.per_batch and not config.max_batch_size:
+        found = f"{hooks.per_batch[0].name}() takes batches, and max_batch_size is 0"
+        raise ConfigError(found, cure="Set it, or write a hook of rows.")
+    if hooks.takes_parameters and config.response_cache:
+        found = "hooks take parameters, which response_cache does not compare"
+        raise ConfigError(found, cure="Remove one of the two.")
     return hooks
-
-
-def _check_config(config: ModelConfig, hooks: Hooks) -> None:
-    """Raise ConfigError if the config contradicts the hooks."""
-    per_batch = ", ".join(f"{hook.name}()" for hook in hooks.per_batch)
-    conflicts = {
-        "max_batch_size: 0": per_batch and not config.max_batch_size,
-        "PAD": config.options.pad is not None,
-        "sequence_batching": config.sequencing is not None,
-        "batch_input or batch_output": config.concatenates,
-        "a decoupled policy": config.decoupled,
-        "response_cache, which compares no parameters of requests": (
-            hooks.takes_parameters and config.response_cache
-        ),
-    }
-    for setting, conflicting in conflicts.items():
-        if conflicting:
-            raise ConfigError(
-                f"Hooks has {per_batch or 'methods'}, and config.pbtxt has {setting}",
-                cure="Remove one of the two.",
-            )

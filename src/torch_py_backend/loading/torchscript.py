@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.loaded import Forward, Loaded
@@ -27,12 +26,7 @@ def load(
     if config.options.enable_weight_sharing is not False:
         weights.share((*module.parameters(), *module.buffers()), path)
     name = config.options.method or "forward"
-    method: Any = getattr(module, name, None)
-    if not hasattr(method, "schema"):
-        raise ArtifactError(
-            f"{path.name} is TorchScript without {name}()",
-            expected="a module with the method that is served",
-        )
+    method: Any = getattr(module, name)
     # A call of the module, unlike one of forward(), runs its hooks.
     called = module if config.options.method is None else method
     signature = dataclasses.replace(introspection.from_schema(method.schema), name=name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ArtifactError, printable, summarize
-from torch_py_backend.loading import discovery, source_dependencies
+from torch_py_backend.loading import discovery
 from torch_py_backend.loading.discovery import ArtifactType
 
 EXAMPLE = "example_inputs.safetensors"
@@ -86,14 +86,14 @@ def find(
         source = path.with_name("model.py")
         if artifact.kind is ArtifactType.MODULE:
             weights = None if path == artifact.path else path
-            files = source_dependencies.find(artifact.path, weights)
+            files = discovery.source_files(artifact.path, weights)
         else:
             name = "model.pt" if artifact.kind is ArtifactType.TORCHSCRIPT else "model.pt2"
             files = {name: path}
             if source.is_file() and not discovery.defines_module(source):
-                files |= source_dependencies.modules(path.parent, "model")
+                files |= discovery.imported(path.parent, "model")
         if path.with_name(discovery.HOOKS).is_file():
-            files |= source_dependencies.modules(path.parent, "hooks")
+            files |= discovery.imported(path.parent, "hooks")
         if path.with_name(EXAMPLE).is_file():
             files[EXAMPLE] = path.with_name(EXAMPLE)
     if example is not None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError
-from torch_py_backend.loading import aotinductor, source_dependencies
+from torch_py_backend.loading import aotinductor, discovery
 from torch_py_backend.loading.discovery import HOOKS
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.saving.examples import Example
@@ -73,7 +73,7 @@ def _write_class(folder: Path, stem: str, value: type) -> None:
     if not in_packages and not source.is_relative_to(sysconfig.get_path("stdlib")):
         parts = module.split(".")
         root = source.parents[len(parts) - (source.name != "__init__.py")]
-        for place, file in source_dependencies.modules(root, parts[0]).items():
+        for place, file in discovery.imported(root, parts[0]).items():
             (folder / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / place)
     served = "Hooks" if stem == "hooks" else name
