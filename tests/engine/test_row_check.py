@@ -21,6 +21,7 @@ _DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x - x.mean(0),
     "sum": lambda x: x.cumsum(0),
     "last": lambda x: x + x[-1:],
+    "one value": lambda x: x[:, 0] - x[:, 0].mean(),
     "recurrent": lambda x: _RNN(x[:, None])[0][:, 0],
     "infinite": lambda x: x / (x.shape[0] > 1),
 }
@@ -29,6 +30,7 @@ _INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "random": lambda x: x + torch.rand(x.shape),
     "rounded": lambda x: x.bfloat16().softmax(-1).float() + 1e-3 * x.shape[0],
     "integers": lambda x: (x > x.mean(0)).long(),
+    "empty": lambda x: x[:, :0],
     "padded": lambda x: torch.nn.functional.pad(x, (0, x.shape[0])),
     "writes into its inputs": lambda x: x.add_(1),
     "refuses other sizes": lambda x: x if x.shape[0] > 1 else x[5],

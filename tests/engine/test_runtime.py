@@ -154,7 +154,7 @@ def test_inputs_go_to_the_model(
     assert isinstance(column, Tensor)
     assert engine.device == column.device == expected
     assert engine.on_cpu is (expected == CPU)
-    assert engine._free_memory is None, "there is no CUDA cache"
+    assert not engine._cleans, "there is no CUDA cache"
 
 
 def _engine(device: torch.device | None, owner: nn.Module | None = None, **options: Any) -> Engine:

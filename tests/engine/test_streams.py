@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest import mock
 
 import fake_gpu
 import pytest
@@ -17,7 +18,7 @@ from torch_py_backend.composition import model, stand_in
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Streams
-from torch_py_backend.errors import ForwardError, OutputError
+from torch_py_backend.errors import ForwardError, OutputError, UnavailableError
 from torch_py_backend.values import Value
 
 
@@ -126,6 +127,20 @@ def test_a_context_open_at_a_yield() -> None:
     assert other.values == [[[2.0]]]
     assert inside == [False]
     assert runtime.thread_state(torch.device("cpu")) == before
+
+
+def test_streams_end_with_the_owner_of_shared_weights() -> None:
+    """No response is computed with the memory of a process that has ended."""
+
+    def forward(x: Tensor) -> Iterator[Tensor]:
+        while True:
+            yield x
+
+    model, recorder = engine(forward), Recorder()
+    model._shared = mock.Mock(lost=lambda: len(recorder.values) == 2)
+    run(model, (item(1), recorder))
+    assert len(recorder.values) == 2
+    assert isinstance(recorder.error, UnavailableError)
 
 
 State = tuple[Tensor, int]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from torch_py_backend.pipeline import differences
 
@@ -54,29 +53,3 @@ def test_the_error_of_other_types_is_the_share_that_differs(
     actual: Any, expected: Any, error: float
 ) -> None:
     assert differences.difference(actual, expected) == error
-
-
-_WIDE = torch.ones(3, 11)
-_BATCH = torch.tensor([[1.0, 2.0], [9.0, 9.0], [3.0, 4.0]])
-
-
-@pytest.mark.parametrize(
-    ("batch", "first", "last", "found"),
-    [
-        (_BATCH, [[1.0, 2.0]], [[3.0, 4.0]], None),
-        (_BATCH, [[1.0, 2.1]], [[3.0, 4.0]], None),  # rounded
-        (_BATCH, [[1.0, 2.0]], [[3.0, 8.0]], "y"),
-        (_BATCH, [[1.0, _NAN]], [[3.0, 4.0]], "y"),
-        (_BATCH, [[1.0, 2.0, 3.0]], [[3.0, 4.0, 5.0]], None),  # other sizes
-        (_BATCH[:, 0], [1.0], [4.0], "y"),
-        (_BATCH.long(), [[1, 2]], [[3, 5]], "y"),
-        (torch.ones(3, 0), [[]], [[]], None),
-        (_WIDE, _WIDE[:1].tolist(), [[-5.0, *[1.0] * 10]], None),  # a few values
-        (_WIDE, _WIDE[:1].tolist(), [[-5.0, -5.0, *[1.0] * 9]], "y"),  # many values
-    ],
-)
-def test_first_and_last_rows_are_compared_with_the_same_rows_alone(
-    batch: Tensor, first: Any, last: Any, found: str | None
-) -> None:
-    alone = [{"y": torch.tensor(row, dtype=batch.dtype)} for row in (first, last)]
-    assert differences.dependent_output({"y": batch}, alone[0], alone[1]) == found

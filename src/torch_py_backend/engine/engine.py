@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import compilation, sharing
+from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, ragged, run, sequences
@@ -76,8 +77,7 @@ class Engine:
             device = next((weight.device for weight in loaded.weights), torch.device("cpu"))
         self.device = device
         self.host_inputs = config.options.force_cpu_only_input_tensors
-        cleans = config.options.enable_cache_cleaning and device.type == "cuda"
-        self._free_memory = torch.cuda.empty_cache if cleans else None
+        self._cleans = config.options.enable_cache_cleaning and device.type == "cuda"
         self.mapped = sharing.mapped(config, loaded)
         paths = loaded.artifact.weight_files() if self.mapped.shared else ()
         self._mapped_files = {path: path.stat() for path in paths}
@@ -124,12 +124,6 @@ class Engine:
         # Each response is for the host or the GPU, or a state that clients get is on the GPU.
         returns = not self.host_inputs or (steps is not None and not self.on_cpu)
         chosen = self._stages(None if returns else writer, steps)
-        before, after = chosen.before, chosen.after
-        if self._shared is not None:
-            before, after = (self._unless_lost, *before), (*after, self._unless_lost)
-        if self._free_memory is not None:
-            after = (*after, self.clean)
-        chosen = chosen._replace(before=before, after=after)
         run_batch = run.build(chosen, self.failures, self.counts)
         return partial(_run_and_return, run_batch) if returns else run_batch
 
@@ -185,19 +179,22 @@ class Engine:
 
     def clean(self, results: Results = (), _: Entries = ()) -> Results:
         """Free cached device memory where the config enables that; return the results."""
-        if self._free_memory is not None and self.failures.fatal is None:
-            self._free_memory()
+        if self._cleans and self.failures.fatal is None:
+            torch.cuda.empty_cache()
         return results
 
     def _check(self, results: Results, _: Entries) -> Results:
         return list(map(self.finite, results)) if self.finite is not None else results
 
-    def _unless_lost(self, results: Results, _: Entries = ()) -> Results:
-        """Return results, or refusals if the owner of shared weights has ended meanwhile."""
-        if self._shared is None or not self._shared.lost():
-            return results
-        lost = self.failures.poison("the instance that owned the weights has ended")
-        return [lost] * len(results)
+    def refusal(self) -> BackendError | None:
+        """Return why no result counts: a lost device, or the end of the owner of the weights."""
+        if self._shared is not None and self._shared.lost():
+            self.failures.poison("the instance that owned the weights has ended")
+        return self.failures.fatal
+
+    def _unless_lost(self, results: Results, _: Entries) -> Results:
+        lost = self.refusal()
+        return results if lost is None else [lost] * len(results)
 
     def _stages(
         self,
@@ -229,6 +226,10 @@ class Engine:
         scatter: Scatter = scatter_by_name(names, split, self.padding)
         if writer is not None and not after and split is None and self.padding is None:
             scatter = writer
+        if self._shared is not None:
+            after = (*after, self._unless_lost)
+        if self._cleans:
+            after = (*after, self.clean)
         if hooked is not None:
             group = hooked.stage(self._forward)
         else:

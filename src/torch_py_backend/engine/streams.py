@@ -59,9 +59,9 @@ class Streams:
                 state, extract = self._begin(entry)
                 last = False
                 while not last:
-                    if self._engine.failures.fatal is not None:  # another stream may have met it
-                        raise self._engine.failures.fatal
                     state, outcome = await self._advance(state, extract)
+                    if lost := self._engine.refusal():  # another stream may have met it
+                        raise lost
                     last = state is None or isinstance(outcome, BackendError)
                     if isinstance(outcome, dict) and not send(outcome, last):
                         break

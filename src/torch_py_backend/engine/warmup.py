@@ -24,8 +24,8 @@ from torch_py_backend.errors import (
     join_names,
 )
 from torch_py_backend.loading import example_inputs
-from torch_py_backend.pipeline import differences
 from torch_py_backend.pipeline.batches import powers_of_two
+from torch_py_backend.pipeline.differences import differs
 from torch_py_backend.values import Item, Outcome, Value
 
 log = logging.getLogger(__name__)
@@ -190,12 +190,15 @@ def check_rows(
     example: Item,
     rows: int,
 ) -> None:
-    """Compare rows that are computed alone with those in a batch, which Triton forms of requests.
+    """Compare the first and the last row of a batch with the same rows alone.
 
-    Outputs that are not floating point are not compared, nor random ones. A difference is logged.
+    Triton forms batches of requests. Two rows, because the first one of a recurrent model, or
+    behind a causal mask, does not depend on the others. Outputs of floating point are compared that
+    are not random, and have the same sizes alone, unlike those that are padded to the longest row.
 
     Raises:
-        ConfigError: rows depend on each other, and auto-completion has chosen the batch.
+        ConfigError: rows depend on each other, and auto-completion has chosen the batch; else a
+            warning is logged.
     """
     if rows < 2 or config.sequencing or config.decoupled or config.concatenates:  # noqa: PLR2004
         return
@@ -205,33 +208,32 @@ def check_rows(
     item = example_inputs.item(config, rows, example=example)
     item = {name: example_inputs.distinct_rows(value) for name, value in item.items()}
 
-    def outputs(begin: int, end: int) -> dict[str, Tensor]:
-        """Return the first and the last of some rows: all may take much memory."""
+    def ends(begin: int, end: int) -> dict[str, Tensor]:
+        """Return the first and the last row of the outputs: all of them may take much memory."""
         # Copied, because forward() may write into them.
-        part = {name: copy.deepcopy(value[begin:end]) for name, value in item.items()}
-        (outcome,) = call([part])
-        ends = sorted({0, end - begin - 1})
+        (outcome,) = call([{name: copy.deepcopy(of[begin:end]) for name, of in item.items()}])
+        values = {} if isinstance(outcome, BackendError) else outcome
         return {
-            name: value[ends].cpu()
-            for name, value in ({} if isinstance(outcome, BackendError) else outcome).items()
+            name: value[[0, -1]].cpu()
+            for name, value in values.items()
             if isinstance(value, Tensor) and value.is_floating_point()
         }
 
-    again = outputs(0, rows)
-    batch = {
-        name: value
-        for name, value in outputs(0, rows).items()
-        if name in again and not differences.differs(again[name], value)
-    }
-    dependent = differences.dependent_output(batch, outputs(0, 1), outputs(rows - 1, rows))
-    if dependent is None:
-        return
-    problem = ConfigError(
-        f"output '{dependent}' for a row alone is another than for that row in a batch of {rows}",
-        expected="rows that do not depend on each other: Triton batches those of all clients",
-        cure="Write the inputs and outputs with all their dims, and max_batch_size: 0, into"
-        f" config.pbtxt, or max_batch_size: {config.max_batch_size} without dynamic_batching.",
-    )
-    if completed:
-        raise problem
-    log.warning("%s", problem)
+    batch = ends(0, rows)
+    again, first, last = ends(0, rows), ends(0, 1), ends(rows - 1, rows)
+    for name in batch.keys() & again.keys() & first.keys() & last.keys():
+        value, alone = batch[name], (first[name][0], last[name][0])
+        if differs(again[name], value) or any(row.shape != value.shape[1:] for row in alone):
+            continue
+        if any(map(differs, alone, value)):
+            problem = ConfigError(
+                f"output '{name}' for a row alone is another than for it in a batch of {rows}",
+                expected="rows that do not depend on each other: Triton batches those of all"
+                " clients",
+                cure="Write the inputs and outputs with all their dims, and max_batch_size: 0, into"
+                f" config.pbtxt, or max_batch_size: {config.max_batch_size} without"
+                " dynamic_batching.",
+            )
+            if completed:
+                raise problem
+            log.warning("%s", problem)

@@ -7,7 +7,6 @@ of |reference| without zeros. Neither values close to zero nor a mask of -1e9 di
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -39,28 +38,6 @@ def difference(actual: Value, expected: Value) -> float:
     if isinstance(actual, Tensor) and isinstance(expected, Tensor) and expected.is_floating_point():
         return _errors(actual, expected).max().item()
     return torch.as_tensor(actual != expected).double().mean().item()
-
-
-def dependent_output(
-    batch: Mapping[str, Tensor], first: Mapping[str, Tensor], last: Mapping[str, Tensor]
-) -> str | None:
-    """Return the name of an output whose rows depend on each other; None: no output.
-
-    The first and the last row are compared: the first one of a recurrent model, or behind a causal
-    mask, does not depend on the others. Outputs of other sizes are not compared, such as those of a
-    model that pads to the longest row of a batch.
-
-    `batch` has the outputs of all rows of a batch, or of the first and the last; `first` and `last`
-    have those of these rows alone.
-    """
-    for name, value in batch.items():
-        shapes = [part[name].shape for part in (first, last) if name in part]
-        if shapes != [value[:1].shape] * 2:
-            continue
-        alone = torch.cat([first[name], last[name]])
-        if any(map(differs, alone, value[[0, -1]])):
-            return name
-    return None
 
 
 def differs(actual: Tensor, expected: Tensor) -> bool:
