@@ -17,7 +17,12 @@ from torch_py_backend.errors import ConfigError
 
 # Triton's default.
 _IDLE_MICROSECONDS = 1_000_000
-_BOOLEANS = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
+# The types of START, END and READY by the field that has their values; CORRID has a data_type.
+_BOOLEANS = {
+    "int32_false_true": "TYPE_INT32",
+    "fp32_false_true": "TYPE_FP32",
+    "bool_false_true": "TYPE_BOOL",
+}
 
 
 class Origin(enum.Enum):
@@ -180,7 +185,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     document = json.loads(args["model_config"])
     groups = document.get("instance_group", ())
     # The count of a group is per GPU.
-    instances = sum(int(group["count"]) * max(1, len(group.get("gpus", ()))) for group in groups)
+    instances = sum((group["count"] or 1) * max(1, len(group.get("gpus", ()))) for group in groups)
     config = ModelConfig(
         name=args["model_name"],
         folder=Path(args["model_repository"]).absolute(),
@@ -278,11 +283,10 @@ def _sequencing(document: Document) -> SequenceConfig | None:
 
 def _control(entry: Document) -> TensorSpec:
     name, (control, *_) = entry["name"], entry["control"]
-    kinds = [kind for key, kind in _BOOLEANS.items() if control.get(key)]
-    if kinds:
-        dtype = dtypes.from_triton(kinds[0])
-    else:  # CORRID
-        dtype = dtypes.parse(f"the control input '{name}'", control["data_type"])
+    data_type = next(
+        (_BOOLEANS[key] for key in _BOOLEANS if control.get(key)), control["data_type"]
+    )
+    dtype = dtypes.parse(f"the control input '{name}'", data_type)
     return TensorSpec(name, dtype, (1,), origin=Origin.CONTROL)
 
 

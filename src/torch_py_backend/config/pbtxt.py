@@ -15,8 +15,6 @@ JsonObject: TypeAlias = dict[str, Any]
 # config.pbtxt as Triton passes it to backends, or a part of it.
 Document: TypeAlias = Mapping[str, Any]
 _BATCH_SIZE = re.compile(r"^[^#\n]*\bmax_batch_size\s*:\s*[1-9]", re.MULTILINE)
-# Triton's default without an instance_group, on a machine without a GPU.
-_ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}
 
 
 def read(folder: Path) -> JsonObject:
@@ -36,8 +34,8 @@ def read(folder: Path) -> JsonObject:
         tensor["dims"] = [int(size) for size in tensor["dims"]]
         if "reshape" in tensor:
             tensor["reshape"]["shape"] = [int(size) for size in tensor["reshape"]["shape"]]
-    groups = document["instance_group"] or [dict(_ONE_INSTANCE)]
-    document["instance_group"] = [group | {"count": group["count"] or 1} for group in groups]
+    # Triton's default, on a machine without a GPU.
+    document["instance_group"] = document["instance_group"] or [{"kind": "KIND_CPU", "count": 1}]
     return document
 
 
@@ -113,9 +111,8 @@ def _unreadable(error: Exception) -> ConfigError:
 
 def arguments(folder: Path, version: str, document: Document) -> dict[str, str]:
     """Return the arguments that Triton passes to `initialize` of the model's first instance."""
-    group: Document = next(iter(document.get("instance_group", ())), _ONE_INSTANCE)
-    kind = group["kind"].removeprefix("KIND_")
-    devices = group.get("gpus") or [0]
+    (group, *_) = document.get("instance_group") or [{}]
+    kind = group.get("kind", "KIND_AUTO").removeprefix("KIND_")
     return {
         "model_config": json.dumps(document),
         "model_name": document["name"],
@@ -123,7 +120,7 @@ def arguments(folder: Path, version: str, document: Document) -> dict[str, str]:
         "model_version": version,
         "model_instance_name": f"{document['name']}_0_0",
         "model_instance_kind": "CPU" if kind == "AUTO" else kind,
-        "model_instance_device_id": str(devices[0]),
+        "model_instance_device_id": str((group.get("gpus") or [0])[0]),
     }
 
 
