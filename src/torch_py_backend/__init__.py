@@ -23,24 +23,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LocalServer", "save_model", "serve"]
 
-_MODULES = {
-    "LocalServer": "local_server",
-    "save_model": "saving.save_model",
-    "serve": "local_server",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place = "saving.save_model" if name == "save_model" else "local_server"
     try:
-        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+        module = importlib.import_module(f"{__name__}.{place}")
     except ModuleNotFoundError as error:
         raise ImportError(
             f"torch_py_backend.{name} needs {error.name}: pip install 'torch-py-backend[server]'."
         ) from error
     value: object = getattr(module, name)
-    globals()[name] = value
     return value
 
 

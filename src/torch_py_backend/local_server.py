@@ -138,9 +138,7 @@ class LocalServer:
         server.log = log = create_log()
         is_over = self._ended.is_set
         try:
-            code = serving.run(server, names, _report, check_loads, is_over, reload=self.reload)
-            if code is not None:
-                raise ToolError(f"tritonserver has ended; its log says why: {log}.")
+            serving.run(server, names, _report, check_loads, is_over, reload=self.reload)
             if not started.done():
                 raise ToolError("the server was stopped during its start.")
         except Exception as error:

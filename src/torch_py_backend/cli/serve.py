@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 
 from torch_py_backend.model_folders import remote_repository
-from torch_py_backend.processes import procfs
 from torch_py_backend.server import serving
 from torch_py_backend.server import tritonserver as tritonservers
 from torch_py_backend.server.client import KEY_HEADER
@@ -138,7 +137,7 @@ def serve(
         reap_orphans(server.process.pid)
         return ended.is_set()
 
-    code = serving.run(
+    serving.run(
         server,
         names,
         lambda event: _say(str(event), _COLORS.get(event.kind, "yellow")),
@@ -149,12 +148,7 @@ def serve(
         drain=drain,
         reload=reload,
     )
-    if code is None:
-        _say("stopped")
-        return
-    how = f"with exit code {code}" if code >= 0 else f"by {procfs.signal_name(-code)}"
-    _say(f"tritonserver ended {how}; its log says why{server.log_name}.")
-    raise typer.Exit(code if code >= 0 else 128 - code)
+    _say("stopped")
 
 
 def _say(text: str, color: str | None = None) -> None:

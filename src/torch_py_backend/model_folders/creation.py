@@ -84,9 +84,7 @@ def write_config(folder: Path, document: Document, **more: object) -> JsonObject
         config.setdefault("dynamic_batching", {})
     if config["instance_group"][0]["kind"] == "KIND_GPU":
         config["parameters"] |= pbtxt.parameters({"FORCE_CPU_ONLY_INPUT_TENSORS": "no"})
-    description = report["artifact"].partition(": ")[2]
     lines = [
-        f"# {config['name']}: {description}, served by PyTorch.",
         'backend: "pytorch_py"',
         "",
         "# The largest number of rows in one call; 0: requests are not batched.",

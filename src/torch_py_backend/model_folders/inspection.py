@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from logging.handlers import BufferingHandler
@@ -19,9 +18,9 @@ import torch
 
 from torch_py_backend import autocomplete
 from torch_py_backend.autocomplete import schema
-from torch_py_backend.config import dtypes, model_config, pbtxt, threads
+from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.config.model_config import BatchInput, ModelConfig, TensorSpec
-from torch_py_backend.config.pbtxt import Document, JsonObject
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import OutputError, counted
@@ -89,7 +88,7 @@ def inspect(
         "compiled": compiled,
         "warnings": [record.getMessage() for record in warnings.buffer],
         # After the warnings: it looks at the example again.
-        "request": _request(engine, document) if new else [],
+        "request": _request(engine) if new else [],
         "config": document,
     }
 
@@ -134,23 +133,20 @@ def _class_of_weights(arguments: Mapping[str, str]) -> str:
     return fitting[0] if len(fitting) == 1 else ""
 
 
-def _request(engine: Engine, document: Document) -> list[JsonObject]:
+def _request(engine: Engine) -> list[JsonObject]:
     """Return the inputs of a request of one row, in the JSON of Triton's HTTP endpoint.
 
     The data of a large input is a note on how many values it has. Empty: JSON has no such type.
     """
     values, inputs = batch(engine, 1), []
-    for entry in document["input"]:
-        value, name = values[entry["name"]], entry["name"]
-        # Triton removes the dimension that one value for each row has.
-        shape = [*value.shape, *(entry["dims"] if "reshape" in entry else ())]
-        data: list[object] = [f"{math.prod(shape)} values"]
-        if math.prod(shape) <= _MOST_VALUES:
-            data = [_plain(element) for element in value.reshape(-1).tolist()]
-        datatype = dtypes.parse(name, entry["data_type"]).triton
+    for spec in engine.config.inputs:
+        datatype, data = spec.dtype.triton, values[spec.name].reshape(-1).tolist()
         if datatype in ("FP16", "BF16"):
             return []
-        inputs.append({"name": name, "datatype": datatype, "shape": shape, "data": data})
+        # Triton removes the dimension that one value for each row has.
+        shape = [*values[spec.name].shape, *[1] * spec.reshaped]
+        data = [*map(_plain, data)] if len(data) <= _MOST_VALUES else [f"{len(data)} values"]
+        inputs.append({"name": spec.name, "datatype": datatype, "shape": shape, "data": data})
     return inputs
 
 

@@ -66,7 +66,7 @@ def run(
     load_seconds: float = 1800.0,
     drain: float = 0.0,
     reload: bool = False,
-) -> int | None:
+) -> None:
     """Run a server, and keep its models serving, in a thread that lives as long.
 
     `names` are the models to load; none: all. `on_event` is called with what happens to them, and
@@ -74,8 +74,8 @@ def run(
     each does not serve; empty: it does. The server ends when `is_over`, which is called several
     times a second, returns true or raises. The others are options of `torch-py-backend serve`.
 
-    Returns:
-        The exit code of a tritonserver that has ended by itself; None: `is_over`.
+    Raises:
+        ToolError: tritonserver has ended by itself.
     """
     listener = listen(server.address, server.ports[3])
     with contextlib.closing(listener), server:
@@ -88,14 +88,14 @@ def run(
                 if reload:
                     steps.append(Reloader(server.repository, names, supervisor.reload).step)
                 is_loaded = False
-                while (code := server.process.poll()) is None and not is_over():
+                while not is_over():
+                    server.check_running()
                     time.sleep(_STEP_S)
                     for step in steps:
                         step()
                     if supervisor.initial_loads_done and not is_loaded:
                         is_loaded = True
                         on_loaded(supervisor.snapshot.models)
-                return code
             finally:
                 # In this order, both the requests that a load balancer still sends and those in
                 # progress when Triton stops are answered.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_py_backend.errors import ToolError
-from torch_py_backend.processes import instance_status
+from torch_py_backend.processes import instance_status, procfs
 from torch_py_backend.server import cleanup
 from torch_py_backend.server.client import KEY_HEADER, ModelState, TritonClient, logged
 from torch_py_backend.server.installation import TritonInstallation, refuse_in_shell
@@ -92,11 +92,6 @@ class Server:
         self.http_address, self.grpc_address, self.metrics_address, self.health_address = addresses
         self._stack = contextlib.ExitStack()  # what `stop` does
 
-    @property
-    def log_name(self) -> str:
-        """A colon and the name of the log file, for the end of a sentence; empty without a file."""
-        return f": {self.log}" if self.log else ""
-
     def _options(self) -> dict[str, object]:
         """Return the options of tritonserver that depend on these attributes only."""
         options: dict[str, object] = {
@@ -165,16 +160,24 @@ class Server:
             self.process.kill()
             self.process.wait()
 
+    def check_running(self) -> None:
+        """Raise ToolError if the server has ended by itself."""
+        code = self.process.poll()
+        if code is not None:
+            how = f"by {procfs.signal_name(-code)}"
+            if code >= 0:
+                reason = logged(self.log, _ERROR)
+                how = f"with exit code {code}" + (f": {reason}" if reason else "")
+            log = f": {self.log}" if self.log else ""
+            raise ToolError(f"tritonserver ended {how}; its log says more{log}.")
+
     def wait_loaded(self, is_over: Callable[[], bool] = lambda: False) -> Mapping[str, ModelState]:
         """Wait until the server has tried to load its models, and return their states.
 
         No states are returned if `is_over` is true. A server that has ended is a ToolError.
         """
         while not is_over():
-            if (code := self.process.poll()) is not None:
-                reason = logged(self.log, _ERROR)
-                how = f"with exit code {code}" + (f": {reason}" if reason else "")
-                raise ToolError(f"tritonserver ended {how}; its log says more{self.log_name}.")
+            self.check_running()
             with contextlib.suppress(OSError):
                 return self.client.models()
             time.sleep(_POLL_SECONDS)

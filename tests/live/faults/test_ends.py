@@ -192,7 +192,7 @@ def test_serve_or_tritonserver_is_killed(tmp_path: Path) -> None:
     """Kill -9 of serve ends all processes; the next start removes the folder and the regions.
 
     The death of tritonserver ends its instances, at rest and at work, even while it is a zombie, as
-    in a container without an init process. It ends `serve`, too, with the signal's exit code:
+    in a container without an init process. It ends `serve`, too, with an exit code:
     Kubernetes starts it again. With --restrict, too.
     """
     _lay_out(tmp_path, "steady", "hangs")
@@ -224,7 +224,7 @@ def test_serve_or_tritonserver_is_killed(tmp_path: Path) -> None:
             triton.send_signal(signal.SIGSEGV)
             assert living.all_end(family)
             serve_itself.resume()
-        assert served.process.wait(60) == 128 + signal.SIGSEGV
+        assert served.process.wait(60) == 1
         assert regions(prefix) == []
         _until_told(served, "tritonserver ended by SIGSEGV")
 
