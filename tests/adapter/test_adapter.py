@@ -10,10 +10,10 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import fake_triton
 import instances
@@ -24,6 +24,7 @@ import scenarios
 import torch
 from instances import logged, request
 
+from torch_py_backend import adapter
 from torch_py_backend.adapter import TritonPythonModel, logs, messages
 from torch_py_backend.processes import instance_status
 
@@ -146,36 +147,24 @@ def test_bfloat16_inputs_are_copied() -> None:
     assert value.tolist() == [1.0] * 4
 
 
-def test_threads_are_reserved_before_torch_is_imported(tmp_path: Path) -> None:
+def test_threads_are_reserved_before_torch_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OpenMP reads its environment variables once, when torch is imported."""
-    folder = scenarios.Scenario(
-        "negate",
-        scenarios.python(models.Negate),
-        scenarios.x_to_y(NUM_THREADS="3", NUM_INTEROP_THREADS="5"),
-    ).lay_out(tmp_path)
-    code = f"""
-import json, sys, types, unittest.mock
-sys.path[:0] = {sys.path!r}
-pb = types.ModuleType("triton_python_backend_utils")
-pb.Logger, pb.TritonModelException = unittest.mock.Mock(), RuntimeError
-pb.Tensor = pb.InferenceRequest = pb.InferenceResponse = pb.MetricFamily = unittest.mock.Mock()
-pb.get_model_dir = lambda: "/nowhere"
-sys.modules["triton_python_backend_utils"] = pb
-from torch_py_backend import adapter
-class Watch:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            import os
-            print(os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"])
-            sys.meta_path.remove(self)
-sys.meta_path.insert(0, Watch())
-adapter._check_numpy = lambda: None
-adapter.execution_env.check_running_python = lambda **_: None  # looks for torch
-adapter.TritonPythonModel().initialize(json.loads({json.dumps(fake_triton.arguments(folder))!r}))
-import torch
-print(torch.get_num_threads(), torch.get_num_interop_threads())
-"""
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert printed.split() == ["3", "3", "3", "5"]
+    reserved = []
+
+    class Watch:
+        """Looks when the first module that imports torch is imported."""
+
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "torch_py_backend.adapter.answering":
+                reserved.extend([os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]])
+
+    monkeypatch.delitem(sys.modules, "torch_py_backend.adapter.answering")
+    monkeypatch.delattr(adapter, "answering")
+    monkeypatch.setattr(sys, "meta_path", [Watch(), *sys.meta_path])
+    config = scenarios.x_to_y(NUM_THREADS="3", NUM_INTEROP_THREADS="5")
+    negate = scenarios.Scenario("negate", scenarios.python(models.Negate), config)
+    instances.load(tmp_path, negate)
+    assert reserved == ["3", "3"]
+    assert (torch.get_num_threads(), torch.get_num_interop_threads()) == (3, 5)

@@ -1,12 +1,10 @@
 """The metrics of an instance in Triton's /metrics: a table whose rows read their values.
 
-docs/metrics.md shows the rows, and the dashboard and the alerts use only these. A name must never
-change between a counter (`_total`) and a gauge: Triton remembers a family until the server exits,
-even if a newer version of this package is installed meanwhile.
+A name must never change between a counter (`_total`) and a gauge: Triton keeps families and values
+until the server ends. Counters belong to a model and continue when it is loaded again. Gauges
+belong to an instance and are 0 after it has ended.
 
-Setting a metric in Triton takes 12 microseconds with the GIL held. So a thread publishes once a
-second. Triton keeps values until the server ends. Counters belong to a model and continue when it
-is loaded again. Gauges belong to an instance and are 0 after it has ended.
+Setting a metric takes 12 microseconds with the GIL held. So a thread publishes once a second.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
@@ -25,7 +23,6 @@ from torch_py_backend.adapter import logs
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import summarize
-from torch_py_backend.pipeline.run import CODES
 from torch_py_backend.processes.instance_status import InstanceStatus
 
 log = logging.getLogger(__name__)
@@ -63,15 +60,12 @@ class Family(NamedTuple):
         return ("model", "version", *instance, *([self.label] if self.label else []))
 
 
-def _counter(field: str, doc: str, label: str = "", labels: Iterable[str] = ()) -> Family:
-    """Return the row of a field of `Counts`, which is a dict if the family has a label.
-
-    Series of `labels` exist from the beginning: Prometheus sees the first count as an increase.
-    """
+def _counter(field: str, doc: str, label: str = "") -> Family:
+    """Return the row of a field of `Counts`, which is a dict if the family has a label."""
 
     def read(of: Publisher) -> Mapping[str, float]:
         count = getattr(of.engine.counts, field)
-        return dict.fromkeys(labels, 0) | count if label else {"": count}
+        return dict(count) if label else {"": count}
 
     return Family(f"pytorch_py_{field}_total", doc, read, label)
 
@@ -81,7 +75,6 @@ TABLE: tuple[Family, ...] = (
         "requests",
         "Requests that were answered, by the code of the response; OK for those without an error",
         "code",
-        CODES,
     ),
     Family(
         "pytorch_py_stage_seconds_total",
@@ -99,7 +92,6 @@ TABLE: tuple[Family, ...] = (
         "compile_cache",
         "Starts that found compiled graphs of an earlier start (hit), or had to compile (miss)",
         "result",
-        ("hit", "miss"),
     ),
     _counter("eager_calls", "Calls after READY that needed a new graph and ran eagerly"),
     _counter("stream_responses", "Responses of streams, without errors"),

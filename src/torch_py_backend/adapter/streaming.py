@@ -33,15 +33,10 @@ _POLL_S = 0.1
 
 
 class Streaming:
-    """Answers the requests of one instance with streams of responses.
-
-    Only the thread of the streams calls the model and counts.
+    """Answers the requests of one instance in a thread, which calls the model and counts.
 
     Attributes:
         live: the tasks of the live streams, by their clients.
-
-    Args:
-        status: is idle while the event loop waits.
     """
 
     def __init__(self, engine: Engine, status: InstanceStatus) -> None:
@@ -78,11 +73,7 @@ class Streaming:
         runtime.make_current(self._engine.device)
         self._loop.call_soon(self._watch)
         with runtime.mode(self._engine.config.options):
-            while True:
-                # asyncio lets them through, from a task that the model has started.
-                with contextlib.suppress(KeyboardInterrupt, SystemExit):
-                    self._loop.run_forever()
-                    break
+            self._loop.run_forever()
             self._loop.run_until_complete(self._finish())
         self._loop.close()
 
@@ -99,8 +90,7 @@ class Streaming:
         # A query takes 26 microseconds: those of all streams take a twentieth of the time.
         self._loop.call_later(max(_POLL_S, len(self.live) / 2000), self._watch)
         for client, task in self.live.items():
-            # After the final response, the query would read memory that Triton has freed: 24.10
-            # dies.
+            # After the final response, a query reads memory that Triton has freed: 24.10 dies.
             if not (client.ended or client.refusal) and client.sender.is_cancelled():
                 client.refusal = CancelledError("the request was cancelled in mid-stream")
                 task.cancel()

@@ -46,7 +46,8 @@ class Counts:
     writer at a time, so that no count is lost without a lock.
 
     Attributes:
-        requests: answered requests, by the code of the answer.
+        requests: answered requests, by the code of the answer. Known codes have a 0 from the
+            beginning: Prometheus sees their first count as an increase.
         rows: rows of the model's calls, including rows that fill a bucket.
         filled_rows: rows that only fill a bucket.
         retried_rows: rows that were run again because a batch with them had failed.
@@ -58,13 +59,13 @@ class Counts:
         preprocess_seconds: the time of successful batches in this stage; likewise below.
     """
 
-    requests: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CODES, 0))
     rows: int = 0
     filled_rows: int = 0
     retried_rows: int = 0
     eager_calls: int = 0
     compiled_graphs: int = 0
-    compile_cache: dict[str, int] = field(default_factory=dict)
+    compile_cache: dict[str, int] = field(default_factory=lambda: {"hit": 0, "miss": 0})
     stream_responses: int = 0
     stepped_streams: int = 0
     preprocess_seconds: float = 0.0
