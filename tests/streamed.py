@@ -261,10 +261,8 @@ class Amiss(nn.Module):
     def step(self, states):
         return [(None, states[0])]
 """
-_START = {"start": "FP32", **_COUNT}
 _REFUSED = (
     ("stream_in_unary", TICKER, config(_COUNT, _Y, more=_NOT_DECOUPLED), "decoupled: true"),
-    ("steps_in_unary", CONTINUOUS, config(_START, _Y, more=_NOT_DECOUPLED), "decoupled: true"),
     ("yields_in_autocast", _AUTOCAST, config(_X, _Y), "yields within torch.autocast"),
     ("yields_rubbish", "def f(x):\n    yield {1}\n", config(_X, _Y), "output 'y' is a set"),
     # One stream alone would do.
