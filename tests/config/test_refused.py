@@ -72,10 +72,10 @@ _CONFLICTS = {
     "freeze + stream": "OPTIMIZE asks for freeze, and the model is",
     "profile + stream": "PROFILE_DIR is set, and the model is decoupled",
     "shared + stream": "shares the weights on the GPU, and the model is decoupled",
-    "pad + batch_output": "PAD is set, and config.pbtxt has batch_output",
-    "buckets + batch_input": "BATCH_BUCKETS is set, and config.pbtxt has batch_input",
-    "fixed shapes + batch_input": "has dynamic: false, and config.pbtxt has batch_input",
-    "stream + batch_input": "the model is decoupled, and config.pbtxt has batch_input",
+    "pad + batch_output": "PAD is set, and config.pbtxt has batch_input or",
+    "buckets + batch_input": "BATCH_BUCKETS is set, and config.pbtxt has batch_input or",
+    "fixed shapes + batch_input": "has dynamic: false, and config.pbtxt has batch_input or",
+    "stream + batch_input": "the model is decoupled, and config.pbtxt has batch_input or",
 }
 
 

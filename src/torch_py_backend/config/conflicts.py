@@ -22,12 +22,8 @@ _EXCLUSIONS = (
         "streams",
         "Each request is a stream, with the model's code between its responses: remove it.",
     ),
-    ("pad buckets static streams", "ragged split", "Sizes differ from batch to batch; remove one."),
-    (
-        "hooks",
-        "pad sequences streams ragged split",
-        "Hooks are for batches of independent requests; remove one.",
-    ),
+    ("pad buckets static streams", "ragged", "Sizes differ from batch to batch; remove one."),
+    ("hooks", "pad sequences streams ragged", "Hooks are for independent requests; remove one."),
 )
 
 
@@ -60,12 +56,11 @@ def check(config: ModelConfig) -> None:
         "shared": ("ENABLE_WEIGHT_SHARING shares the weights on the GPU", shared),
         "placed": ("instance_group has KIND_MODEL", config.kind == "MODEL"),
         "profile": ("PROFILE_DIR is set", options.profile_dir),
-        "ragged": ("config.pbtxt has batch_input", config.batch_inputs),
+        "ragged": ("config.pbtxt has batch_input or batch_output", config.concatenates),
         "hooks": (
             "hooks.py is beside the model",
             (config.version_folder / "hooks.py").is_file(),
         ),
-        "split": ("config.pbtxt has batch_output", config.batch_outputs),
     }
     present = {name: text for name, (text, is_set) in settings.items() if is_set}
     for first, second, cure in _EXCLUSIONS:

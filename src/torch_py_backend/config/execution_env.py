@@ -15,8 +15,6 @@ from pathlib import Path
 from torch_py_backend.errors import PlatformError
 
 KEY = "EXECUTION_ENV_PATH"
-# What an instance imports.
-PACKAGES = ("torch", "numpy", "safetensors")
 
 
 def check_running_python(*, is_named: bool) -> None:
@@ -26,14 +24,14 @@ def check_running_python(*, is_named: bool) -> None:
     versions = [path.name.removeprefix("python") for path in folder.glob("lib*/python3.*")]
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if is_named and versions and running not in versions:
-        version = versions[0]
         raise PlatformError(
-            f"{KEY} names an environment for Python {version}, and the server's stub runs Python"
-            f" {running}",
-            cure=f"Make the environment with Python {running}, or put a stub for Python {version},"
+            f"{KEY} names an environment for Python {versions[0]}, and the server's stub runs"
+            f" Python {running}",
+            cure=f"Make the environment with Python {running}, or put a stub for the other one,"
             " named triton_python_backend_stub, into the model's folder.",
         )
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    imported = ("torch", "numpy", "safetensors")
+    missing = [name for name in imported if importlib.util.find_spec(name) is None]
     if missing:
         raise PlatformError(
             f"{sys.executable}, which Triton's stub runs, has no {' and no '.join(missing)}",

@@ -59,10 +59,7 @@ class Status(NamedTuple):
 
 
 class InstanceStatus:
-    """The status of this instance, for its metrics and, in a supervised server, in a file.
-
-    Without an `identity`, there is no file.
-    """
+    """The status of this instance, for its metrics and, if it has an identity, in a file."""
 
     def __init__(self, identity: Identity | None = None) -> None:
         self._path: Path | None = None

@@ -34,11 +34,7 @@ def risk(status: os.stat_result) -> str:
 
 
 def create(folder: Path) -> str:
-    """Create a folder that only this user can enter; return the `risk` of one that exists already.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
+    """Create a folder that only this user can enter; return the `risk` of one that exists."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     return risk(folder.stat())
@@ -61,9 +57,7 @@ def tree_risk(folder: Path) -> str:
 def shared_folder() -> Path:
     """Create this user's folder in the temporary folder, which all of its processes share.
 
-    Raises:
-        PlatformError: other users can write to the folder.
-        OSError: it cannot be created.
+    Raises PlatformError if other users can write to it.
     """
     folder = Path(tempfile.gettempdir(), f"torch-py-backend-{os.geteuid()}")
     reason = create(folder) or ("it is a link" if folder.is_symlink() else "")
