@@ -108,18 +108,15 @@ def test_config_has_the_tensors_and_the_batch_of_the_module(
     assert (module.training, part.training) == (part is not module, False)
 
 
-@pytest.mark.parametrize("kind", _FORMATS)
-def test_module_that_writes_into_its_inputs_does_not_change_the_example(
-    kind: Any, tmp_path: Path
-) -> None:
+def test_module_that_writes_into_its_inputs_does_not_change_the_example(tmp_path: Path) -> None:
     example = _X.clone()
-    document = _saved(tmp_path, saved.InPlace(), format=kind, example_inputs=example)
+    document = _saved(tmp_path, saved.InPlace(), format="export", example_inputs=example)
     assert document["max_batch_size"] == 8
     assert torch.equal(_example(tmp_path)["x"], _X)
     assert torch.equal(example, _X)
 
 
-@pytest.mark.parametrize("example", [_X, torch.ones(2, 4), _X[:1]], ids=["rows", "equal", "one"])
+@pytest.mark.parametrize("example", [torch.ones(2, 4), _X[:1]], ids=["equal", "one"])
 def test_rows_that_depend_on_each_other_are_no_batch(example: Tensor, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="rows that do not depend on each other"):
         _saved(tmp_path, saved.Running(), example_inputs=example, format="module")

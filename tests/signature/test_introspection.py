@@ -85,17 +85,6 @@ def test_types_are_recognized_in_all_spellings(takes: ArgumentType, texts: str) 
         assert argument.required
 
 
-def test_attributes_of_generation_config_are_settings() -> None:
-    before = "class GenerationConfig:\n    def __init__(self): self.max_new_tokens = None"
-    for future in FUTURE:
-        source = function(
-            "x, generation_config: Optional[GenerationConfig] = None, **kwargs",
-            f"{future}\n{before}",
-        )
-        assert introspection.from_function(source).settings == {"max_new_tokens"}
-    assert not introspection.from_function(function("x, **kwargs: int")).settings
-
-
 def test_unknown_annotations_neither_fail_nor_hide_others() -> None:
     for signature in ("*x: dict", "**x: list[str]"):
         assert only(signature).type is ArgumentType.TENSOR

@@ -141,13 +141,13 @@ class Signature:
         if name in self.named:
             return name, ()
         number, keys = ordinal(name), list[int | str]()
-        path, any_keyword = _PATH.fullmatch(name), self.has(Passing.VAR_KEYWORD)
+        path = _PATH.fullmatch(name)
         if path is not None and self.leaves is None:
             texts = path[2][1:-1].split("][")
             first, *keys = [int(t) if re.fullmatch("[0-9]{1,4}", t) else t for t in texts]
-            if path[1] == "KWARGS" and (first in self.named or any_keyword):
+            if path[1] == "KWARGS" and first in self.named:
                 return str(first), tuple(keys)
             number = first if path[1] == "ARGS" and isinstance(first, int) else None
         if number is not None and number < len(slots := self.slots(number + 1)):
             return slots[number], tuple(keys)
-        return (name, ()) if any_keyword and path is None else None
+        return (name, ()) if self.has(Passing.VAR_KEYWORD) and path is None else None
