@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 from stateful import config, make_state
@@ -16,22 +14,6 @@ def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> Mo
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "f").write_bytes(content)
     return config(make_state(dtype=dtype, dims=dims, file="f"), folder=folder)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "content", "values"),
-    [
-        ("INT64", struct.pack("<3q", 5, -6, 7), [5, -6]),  # the rest is not read
-        ("BF16", struct.pack("<2H", 0x3F80, 0xC000), [1, -2]),
-        ("BOOL", b"\0\1", [False, True]),
-        ("BYTES", b"\2\0\0\0ab\0\0\0\0", [b"ab", b""]),
-    ],
-)
-def test_bytes_of_data_file_are_the_values(
-    dtype: str, content: bytes, values: list[Any], tmp_path: Path
-) -> None:
-    state = initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)["total"]
-    assert state.tolist() == [values]
 
 
 @pytest.mark.parametrize(

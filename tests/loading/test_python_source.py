@@ -82,7 +82,7 @@ def test_imported_class_is_served_by_its_name_or_to_the_python_runtime(tmp_path:
 
 
 def test_hooks_beside_the_class_belong_to_a_file_of_their_own(tmp_path: Path) -> None:
-    assert "Move the class to hooks.py" in refusal(tmp_path, NET + "\n\nclass Hooks: ...\n")
+    assert "Move it to hooks.py" in refusal(tmp_path, NET + "\n\nclass Hooks: ...\n")
 
 
 @pytest.mark.parametrize(

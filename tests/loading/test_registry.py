@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.values import ANY_ROWS
+from torch_py_backend.signature import binding
+from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.values import ANY_ROWS, Rows
 
 pytestmark = pytest.mark.usefixtures("imports")
 CPU = torch.device("cpu")
@@ -42,14 +45,6 @@ class Net(nn.Module):
 
 
 NET = models.source(Net)
-
-
-class OnlyEncodes(nn.Module):
-    """A module with a method and without forward()."""
-
-    @torch.jit.export
-    def encode(self, x: Tensor) -> Tensor:
-        return x + 1
 
 
 def load(folder: Path, device: torch.device | None = CPU, **options: Any) -> Loaded:
@@ -123,14 +118,6 @@ def test_object_that_cannot_be_called_is_refused(
         load(tmp_path, weights="none", **options)
 
 
-def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
-    torch.jit.script(OnlyEncodes()).save(build.write(tmp_path, "model.pt", ""))
-    for method in (None, "decode"):
-        message = f"model.pt is TorchScript .* has no attribute '{method or 'forward'}'"
-        with pytest.raises(ArtifactError, match=message):
-            load(tmp_path, method=method)
-
-
 def save_program(path: Path) -> None:
     torch.export.save(torch.export.export(nn.Linear(2, 3), (torch.rand(4, 2),)), path)
 
@@ -185,3 +172,89 @@ def test_decoupled_model_has_steps_unless_method_is_set(tmp_path: Path) -> None:
     loaded = load(tmp_path, decoupled=True, method="forward")
     assert str(loaded.signature) == "forward(x)"
     assert loaded.step is None
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolved: Tensor = self.convolution(x)
+        return convolved
+
+    @torch.jit.export
+    def raw(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+def made(kind: ArtifactType, owner: nn.Module | None, served: Any = None) -> Loaded:
+    called: Any = served or owner
+    return Loaded(build.artifact(kind), called, Signature(()), owner)
+
+
+@pytest.mark.parametrize("kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT])
+def test_channels_last_changes_the_layout_of_weights(kind: ArtifactType) -> None:
+    owner: Any = Convolved() if kind is ArtifactType.MODULE else torch.jit.script(Convolved())
+    config = build.config(optimize=("channels_last",))
+    assert registry.optimize(config, made(kind, owner, owner.raw)) == owner.raw
+    assert owner.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_method_of_torchscript_is_frozen() -> None:
+    script: Any = torch.jit.script(Convolved().eval())
+    config = build.config(optimize=("freeze",), method="raw")
+    with torch.inference_mode():
+        model = made(ArtifactType.TORCHSCRIPT, script, script.raw)
+        frozen: Any = registry.optimize(config, model)
+        x = torch.rand(2, 3, 8, 8)
+        torch.testing.assert_close(frozen(x), script.raw(x), rtol=1e-4, atol=1e-5)
+    assert "GetAttr" not in str(frozen.graph)
+
+
+class Power(nn.Module):
+    def forward(self, x: Tensor, n: int, y: Tensor) -> Tensor:
+        return x**n + y
+
+
+class Total(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() + y.sum()
+
+
+def exported(
+    folder: Path, module: nn.Module, *args: Any, dims: Any = None, rows: int = 8
+) -> Loaded:
+    path = build.write(folder, "model.pt2", "")
+    torch.export.save(torch.export.export(module.eval(), args, dynamic_shapes=dims), path)
+    return load(folder, max_batch_size=rows)
+
+
+def called(program: Loaded, columns: Mapping[str, Tensor]) -> Any:
+    inputs = binding.bind_inputs(list(columns), program.signature)
+    return inputs.call(program.module, [columns[name] for name in inputs.names])
+
+
+def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
+    x, y = torch.full((2, 2), 2.0), torch.full((2, 2), 1.0)
+    program = exported(tmp_path, Power(), torch.rand(2, 2), 3, torch.rand(2, 2))
+    assert [*(program.signature.leaves or ())] == ["ARGS[0]", "ARGS[2]"]
+    for names in (["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]):
+        assert torch.equal(called(program, dict(zip(names, (x, y), strict=True))), x**3 + y)
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [
+        (torch.export.Dim("rows"), Rows(1, None)),
+        (torch.export.Dim("rows", min=2, max=16), Rows(2, 16)),
+        (None, Rows(4, 4)),
+    ],
+)
+def test_row_limits_are_read_from_the_program(size: Any, rows: Rows, tmp_path: Path) -> None:
+    assert exported(tmp_path, nn.ReLU(), torch.rand(4, 2), dims=({0: size},)).rows == rows
+
+
+def test_no_row_limits_without_a_common_dimension_0(tmp_path: Path) -> None:
+    assert exported(tmp_path, nn.ReLU(), torch.rand(4, 2), rows=0).rows == ANY_ROWS
+    assert exported(tmp_path, Total(), torch.rand(4, 2), torch.rand(3)).rows == ANY_ROWS
