@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fake_triton
 import numpy as np
+import pytest
 import scenarios
 from scenarios import Refused, Scenario
 
@@ -62,6 +64,25 @@ def request(value: float, name: str = "", *, rows: int = 1, cancelled: bool = Fa
     """A request whose input x is FP32 [4], the same value everywhere."""
     x = np.full((rows, 4), value, dtype=np.float32)
     return fake_triton.InferenceRequest([fake_triton.Tensor("x", x)], name, cancelled=cancelled)
+
+
+class _Unreadable(fake_triton.Tensor):
+    error: Exception
+
+    def as_numpy(self) -> Any:
+        raise self.error
+
+
+def unreadable(error: Exception | None = None, name: str = "x", **how: Any) -> Any:
+    """A request whose only input Triton's utilities cannot read."""
+    tensor = _Unreadable(name, np.ones((1, 4), dtype=np.float32))
+    tensor.error = error or ValueError("unpack requires 4 bytes")
+    return fake_triton.InferenceRequest([tensor], **how)
+
+
+def lose_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = mock.Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered"))
+    monkeypatch.setattr("torch_py_backend.pipeline.failures.probe", lost)
 
 
 _STATUS = {

@@ -76,8 +76,8 @@ class Raises(nn.Module):
 """
 
 
-def _scenario(name: str, code: str, more: str = "", **parameters: str) -> Scenario:
-    text = scenarios.config({"x": [1]}, {}, max_batch_size=4, parameters=parameters, more=more)
+def _scenario(name: str, code: str, more: str = "") -> Scenario:
+    text = scenarios.config({"x": [1]}, {}, max_batch_size=4, more=more)
     text += scenarios.tensor("output", "y", [2], "INT64")
     return Scenario(name, scenarios.hooked(_HEADER + code), text)
 
@@ -88,7 +88,6 @@ TABLE = {
     one.name: one
     for one in (
         _scenario("plain", _PLAIN),
-        _scenario("unprepared", _PLAIN, WARMUP="false"),
         _scenario("hooked", _HOOKED),
         _scenario("yields", _YIELDS, _DECOUPLED),
         _scenario("steps", _STEPS, _DECOUPLED),

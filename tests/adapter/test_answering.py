@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,11 +15,10 @@ import pytest
 import scenarios
 import torch
 from fake_triton import TritonError
-from instances import logged, request, until
+from instances import logged, lose_device, request, unreadable, until
 from scenarios import Scenario
 
 from torch_py_backend.adapter import TritonPythonModel, answering
-from torch_py_backend.pipeline import failures
 from torch_py_backend.processes.instance_status import InstanceStatus
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -112,27 +110,6 @@ def test_ids_are_not_read_without_a_failure(
     assert check(sent, model.execute(sent)) == [None, None]
 
 
-class Unreadable(fake_triton.Tensor):
-    error: BaseException
-
-    def as_numpy(self) -> np.ndarray[Any, Any]:
-        raise self.error
-
-
-def unreadable(error: BaseException) -> Any:
-    tensor = Unreadable("x", np.ones((1, 4), dtype=np.float32))
-    tensor.error = error
-    return fake_triton.InferenceRequest([tensor])
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def probe(_: torch.device) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    return lambda: monkeypatch.setattr(failures, "probe", probe)
-
-
 _LOST = RuntimeError("CUDA error: device-side assert triggered")
 
 
@@ -146,12 +123,12 @@ _LOST = RuntimeError("CUDA error: device-side assert triggered")
     ],
 )
 def test_request_that_fails_while_it_is_read(
-    error: Exception, code: int, says: str, tmp_path: Path, broken: Callable[[], None]
+    error: Exception, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are answered, unless the device is lost, which poisons the instance."""
     model = load(tmp_path)
     if error is _LOST:
-        broken()
+        lose_device(monkeypatch)
     sent = [request(1), unreadable(error), request(2), unreadable(error)]
     responses = model.execute(sent)
     answered = code if error is _LOST else None
@@ -246,10 +223,7 @@ def gauge() -> list[float]:
 
 @pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
 def test_a_poisoned_instance(
-    generation: str,
-    tmp_path: Path,
-    broken: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
+    generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is reported once, every request is refused unread, and the model is not called.
 
@@ -261,7 +235,7 @@ def test_a_poisoned_instance(
     model = load(tmp_path)
     assert fake_triton.is_ready(generation, model)
     assert gauge() == [0]
-    broken()
+    lose_device(monkeypatch)
     sent = [request(1, "one"), request(-2, "two")]
     responses: list[Any] = model.execute(sent)
     assert check(sent, responses) == [TritonError.UNAVAILABLE] * 2
@@ -279,8 +253,10 @@ def test_a_poisoned_instance(
     assert "Traceback" in failed
 
 
-def test_a_device_that_breaks_in_the_warm_up(tmp_path: Path, broken: Callable[[], None]) -> None:
-    broken()
+def test_a_device_that_breaks_in_the_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_device(monkeypatch)
     raises = scenarios.text("def forward(x):\n    raise RuntimeError('no')\n")
     with pytest.raises(fake_triton.TritonModelException, match="met a fatal error"):
         instances.load(tmp_path, Scenario("judge", raises, scenarios.x_to_y()))

@@ -12,7 +12,7 @@ import pytest
 import scenarios
 import torch
 from fake_triton import MetricFamily, TritonError, Turn
-from instances import Served, until
+from instances import Served, lose_device, unreadable, until
 from scenarios import Scenario
 from torch import Tensor, nn
 
@@ -51,14 +51,8 @@ def _first(response: Any) -> Any:
     return float(y.as_numpy()[0, 0])
 
 
-class _Unreadable(fake_triton.Tensor):
-    def as_numpy(self) -> Any:
-        raise ValueError("unpack requires 4 bytes")
-
-
-def unreadable(flags: str) -> Any:
-    tensor = _Unreadable("x", np.ones((1, 4), dtype=np.float32))
-    return fake_triton.InferenceRequest([tensor], turn=Turn(7, "s" in flags, "e" in flags))
+def bad(flags: str) -> Any:
+    return unreadable(turn=Turn(7, "s" in flags, "e" in flags))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +62,7 @@ def test_a_request_that_cannot_be_read(flags: str, after: float, tmp_path: Path)
     """It still begins or ends its sequence."""
     loaded = Loaded(tmp_path)
     assert loaded.run(loaded.step(5, "s")) == [5]
-    assert loaded.run(unreadable(flags)) == [TritonError.INVALID_ARG]
+    assert loaded.run(bad(flags)) == [TritonError.INVALID_ARG]
     if flags == "se":
         assert loaded.run(loaded.step(7)) == [TritonError.INVALID_ARG]
         assert loaded.run(loaded.step(3, "s")) == [after]
@@ -89,8 +83,8 @@ def test_states_of_requests_are_not_read(tmp_path: Path) -> None:
     """Triton's memory for a state is uninitialized, and may not even be valid strings."""
     loaded = Loaded(tmp_path)
     x, total = loaded.step(1, "s").inputs()
-    broken = _Unreadable(total.name(), np.ones((1, 4), dtype=np.float32))
-    assert loaded.run(fake_triton.InferenceRequest([x, broken], turn=Turn(7, True, False))) == [1]
+    (state,) = unreadable(name=total.name()).inputs()
+    assert loaded.run(fake_triton.InferenceRequest([x, state], turn=Turn(7, True, False))) == [1]
 
 
 def test_live_sequences_are_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,54 +144,26 @@ def test_models_with_states_of_their_own_are_not_retried(strategy: str, tmp_path
     assert send("", 100, 100, 100) == [111, 101, 133]
 
 
-class Spoken(nn.Module):
-    """Keeps its own state by the place in the batch, and takes texts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.totals = torch.zeros(8, 4)
-
-    def forward(self, x: Tensor, text: list[str], START: Tensor, READY: Tensor) -> Tensor:
-        rows = x.shape[0]
-        kept = self.totals[:rows] * (1 - START)
-        self.totals[:rows] = torch.where(READY > 0, kept + x, self.totals[:rows])
-        return self.totals[:rows].clone()
-
-
-@pytest.mark.parametrize("unread", [True, False], ids=["unreadable", "no UTF-8"])
-def test_a_batch_with_a_refused_request_is_not_run(unread: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", ["", "s"])
+def test_a_batch_with_a_refused_request_is_not_run(flags: str, tmp_path: Path) -> None:
     """A row less would shift the slots of the others, which are sent again."""
-    loaded = Loaded(tmp_path, Spoken, _DIRECT + scenarios.tensor("input", "text", [1], "STRING"))
+    loaded = Loaded(tmp_path, models.Slots, _DIRECT)
+    first = [loaded.step(value, "s", id=value) for value in (5, 6, 7)]
+    assert loaded.run(*first) == [5, 6, 7]
     other, refused = TritonError.UNAVAILABLE, TritonError.INVALID_ARG
-
-    def request(value: float, flags: str = "", *, good: bool = True) -> Any:
-        sent = loaded.step(value, flags)
-        text = b"a" if good or unread else b"\xff"
-        texts = fake_triton.Tensor("text", np.array([[text]], dtype=np.object_))
-        x, *controls = sent.inputs()
-        if unread and not good:
-            x = _Unreadable("x", x.as_numpy())
-        return fake_triton.InferenceRequest([x, *controls, texts], turn=sent._turn)
-
-    assert loaded.run(request(1, "s"), request(2, "s"), request(3, "s")) == [1, 2, 3]
-    for flags in ("", "s"):
-        sent = request(10), request(20, flags, good=False), request(30)
-        assert loaded.run(*sent) == [other, refused, other]
-    assert loaded.run(request(10), request(20), request(30)) == [11, 22, 33]
+    ends = [loaded.step(10, id=5), bad(flags), loaded.step(10, id=7)]
+    assert loaded.run(*ends) == [other, refused, other]
+    again = [loaded.step(10, id=value) for value in (5, 6, 7)]
+    assert loaded.run(*again) == [15, 16, 17]
 
 
-@pytest.mark.parametrize("slots", [True, False])
 def test_a_device_that_is_lost_while_requests_are_read(
-    slots: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every request of the batch gets 503, those read before it, too."""
-
-    def lost(device: torch.device) -> None:
-        raise RuntimeError("device gone")
-
-    loaded = Loaded(tmp_path, *((models.Slots, _DIRECT) if slots else ()))
-    monkeypatch.setattr("torch_py_backend.pipeline.failures.probe", lost)
-    sent = loaded.step(1, "s", id=5), unreadable("s"), loaded.step(2, "s", id=6)
+    loaded = Loaded(tmp_path)
+    lose_device(monkeypatch)
+    sent = loaded.step(1, "s", id=5), bad("s"), loaded.step(2, "s", id=6)
     assert loaded.run(*sent) == [TritonError.UNAVAILABLE] * 3
 
 

@@ -15,7 +15,7 @@ import pytest
 import scenarios
 import streamed
 import torch
-from instances import Served, check_refusal, ended, logged, until
+from instances import Served, check_refusal, ended, logged, lose_device, until
 from scenarios import Scenario, assert_close
 from streamed import Stream, Streamed
 
@@ -305,10 +305,6 @@ def test_the_log_names_the_request(tmp_path: Path) -> None:
     assert "Traceback" in text
 
 
-def _lost(device: torch.device) -> None:
-    raise RuntimeError("device gone")
-
-
 def test_a_fatal_error_ends_live_and_new_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +319,7 @@ def test_a_fatal_error_ends_live_and_new_streams(
     living = served.request(_X)
     served.model.execute([living])
     until(lambda: living.sender.responses)
-    monkeypatch.setattr("torch_py_backend.pipeline.failures.probe", _lost)
+    lose_device(monkeypatch)
     for response in (_last(served, 2), ended(living)[-1]):
         assert response.error().code() == fake_triton.TritonError.UNAVAILABLE
     assert "fatal error" in _last(served, 1).error().message()

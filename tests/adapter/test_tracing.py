@@ -44,9 +44,8 @@ def _values(response: Any) -> list[int]:
     return values
 
 
-@pytest.mark.parametrize("name", ["plain", "unprepared"])
-def test_a_batch_has_the_context_of_its_first_traced_request(name: str, tmp_path: Path) -> None:
-    served = _Served(tmp_path, name)
+def test_a_batch_has_the_context_of_its_first_traced_request(tmp_path: Path) -> None:
+    served = _Served(tmp_path, "plain")
     requests = served.traced(), served.traced(*_FIRST), served.traced(*_SECOND)
     assert served.run(*requests) == [[traced.ends(*_FIRST)]] * 3
     assert served.run(served.traced(), served.traced()) == [[_NONE]] * 2
