@@ -112,7 +112,10 @@ def test_hooks_that_are_refused(
     ("overrides", "setting"),
     [
         ({"pad": {"x": {}}}, "PAD is set"),
-        ({"batch_outputs": (BatchOutput("y", "x"),)}, "batch_input or batch_output"),
+        (
+            {"batch_outputs": (BatchOutput("y", "x"),)},
+            "config.pbtxt has batch_input or batch_output",
+        ),
     ],
 )
 def test_settings_that_hooks_exclude(
