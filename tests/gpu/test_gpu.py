@@ -107,7 +107,7 @@ def test_states_of_sequences_stay_on_the_gpu() -> None:
     served = stateful.Served(settings, models.Accumulate(), "cuda")
     for flags in ("s", "", ""):
         served.send(stateful.step(1, 1, flags), stateful.step(2, 1, flags))
-    kept = [one.states["total"] for one in served.states._live.values()]
+    kept = [states["total"] for states, _ in served.states._live.values()]
     assert all(isinstance(value, Tensor) and value.is_cuda for value in kept)
 
 

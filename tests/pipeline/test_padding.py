@@ -77,8 +77,9 @@ def test_a_mask_must_be_as_long_as_its_input(optional: bool) -> None:
     padding = create((IDS, spec("mask", optional=optional)), ids={"mask": "mask"})
     sent: Item = {"ids": torch.ones(2, 3), "mask": torch.ones(2, 1)}
     message = "input 'mask' is [2, 1], and its input 'ids' is [2, 3]"
-    assert message in str(padding.mismatch([sent]))
-    assert padding.mismatch([{"mask": torch.ones(2, 3)}]) is None
+    assert message in str(padding.fill(sent))
+    alone: Item = {"mask": torch.ones(2, 3)}
+    assert padding.fill(alone) is alone
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_state_does_not_keep_its_batch() -> None:
 
     def memory() -> int:
         """The bytes of the states, and of the memory that they keep alive."""
-        values = [one.states["total"] for one in served.states._live.values()]
+        values = [states["total"] for states, _ in served.states._live.values()]
         stores = [state.untyped_storage() for state in values if isinstance(state, Tensor)]
         return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from torch_py_backend import composition, values
+from torch_py_backend import values
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted
@@ -162,40 +162,30 @@ class Streams:
         self._waiting = []
         if not batch:
             return
-        failures, called = self._engine.failures, self._engine.loaded.returns
-        failures.calls_before = composition.calls
-        failure = None
-        results: Sequence[_Advance | BackendError] = ()
-        try:
-            results = self._step(batch)
-        except BaseException as error:  # the streams wait for a result, whatever was raised
-            failure = failures.classify(error, called)
-        if failure is not None:
-            if isinstance(failure, OutputError):  # with fewer streams, it may look right
-                failure.final = True
-            counts = self._engine.counts
-            stepped = counts.stepped_streams
-            results = failures.halve(batch, self._step, failure, called)
-            counts.retried_rows += counts.stepped_streams - stepped
+        called = self._engine.loaded.returns
+        results = self._engine.failures.isolate(batch, self._step, called)
         for (_, _, future), result in zip(batch, results, strict=True):
             future.set_result((None, result) if isinstance(result, BackendError) else result)
 
-    def _step(self, batch: Sequence[_Waiting]) -> Sequence[_Advance]:
+    def _step(self, batch: Sequence[_Waiting], again: bool) -> Sequence[_Advance]:  # noqa: FBT001
         """Return what follows the state of each stream.
 
         Raises:
             OutputError: step() has not returned a pair for each.
         """
         self._engine.counts.stepped_streams += len(batch)
+        self._engine.counts.retried_rows += len(batch) * again
         with self._calling():
             returned = self._call_step([state for state, _, _ in batch])
         try:
             pairs = [(state, outputs) for _, (state, outputs) in zip(batch, returned, strict=True)]
         except (TypeError, ValueError):
-            raise OutputError(
+            error = OutputError(
                 f"step() returned {a_type(returned)} without a pair for each stream",
                 expected=f"a list with {counted(len(batch), 'pair')} (next state, outputs)",
-            ) from None
+            )
+            error.final = True  # with fewer streams, it may look right
+            raise error from None
         return [
             (state, None if outputs is None else extract(outputs))
             for (_, extract, _), (state, outputs) in zip(batch, pairs, strict=True)

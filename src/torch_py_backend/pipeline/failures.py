@@ -6,7 +6,7 @@ import re
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -90,50 +90,46 @@ class Failures:
         buffers = self._owner.buffers() if self._owner is not None else ()
         return [version(buffer) for buffer in buffers]
 
-    def halve(
+    def isolate(
         self,
         items: Sequence[T],
-        attempt: Callable[[Sequence[T]], Sequence[R]],
-        failure: BackendError,
+        attempt: Callable[[Sequence[T], bool], Sequence[R]],
         called: str | None = None,
-    ) -> list[R | BackendError]:
-        """Return a result or an error for each item of a call that failed.
+    ) -> Sequence[R | BackendError]:
+        """Return a result or an error for each item; run the halves of a failed range again.
 
-        `attempt` runs the halves of each failed range, the larger ranges first, until a failed
-        range has one item. A single item is not run again. k failing items of n take at most
-        2 k log2(n) calls, and never more than MAX_CALLS; undecided items keep the failure of their
-        range.
-
-        Do not call this in an except block: the next exception would keep the handled one as its
-        context, and the memory of its frames.
+        `attempt` runs a range of items; its second argument says whether it is run again. The
+        larger ranges come first, until each failed one has a single item. k failing items of n take
+        at most 2 k log2(n) further calls, and never more than MAX_CALLS; undecided items keep the
+        failure of their range.
         """
-        results: list[R | BackendError] = [failure] * len(items)
-        # A batch of several items is a copy: a model that writes to its inputs leaves the items
-        # unchanged.
-        repeats = self._repeats
-        if repeats is None:
-            repeats = not self.writes_buffers()
-        again = repeats and not failure.final
-        ranges, left = deque([(0, len(items))] if again else ()), MAX_CALLS
-        while ranges:
-            start, stop = ranges.popleft()
-            if stop - start == 1:
-                continue
-            middle = (start + stop) // 2
-            for first, last in ((start, middle), (middle, stop)):
-                if left == 0 or self.fatal is not None:
-                    break
-                left -= 1
+        results: list[Any] = [self.fatal] * len(items)
+        ranges, left = deque([(0, len(items))]), 1 + MAX_CALLS
+        while ranges and left and self.fatal is None:
+            first, last = ranges.popleft()
+            again = last - first < len(items)
+            if again:
                 self.on_call()
-                self.calls_before = composition.calls
-                try:
-                    results[first:last] = attempt(items[first:last])
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:
-                    results[first:last] = [self.classify(error, called)] * (last - first)
-                    ranges.append((first, last))
+            left -= 1
+            self.calls_before = composition.calls
+            try:
+                outcomes = attempt(items[first:last], again)
+                if not again:
+                    return outcomes
+                results[first:last] = outcomes
+            except KeyboardInterrupt:  # of `check` or `tune`
+                raise
+            except BaseException as error:
+                failure = self.classify(error, called)
+                results[first:last] = [failure] * (last - first)
+                if last - first > 1 and not failure.final and self._may_repeat():
+                    middle = (first + last) // 2
+                    ranges += (first, middle), (middle, last)
         return [(self.fatal or one) if isinstance(one, BackendError) else one for one in results]
+
+    def _may_repeat(self) -> bool:
+        """Return whether items may be run again; they are unchanged, as a batch is a copy."""
+        return not self.writes_buffers() if self._repeats is None else self._repeats
 
     def classify(self, error: BaseException, called: str | None = None) -> BackendError:
         """Return the error of requests for an exception, and release its frames; never raise.
@@ -161,10 +157,9 @@ class Failures:
             else:  # only errors of the user's own code have a cause, and need a traceback
                 found = reported(error, text if error.__cause__ is not None else "")
             # A LoadError is a conflict between config and model: every item fails with it.
-            found.final = isinstance(found, LoadError) or found is self.fatal
             # Other models would get the rows twice.
-            if composition.calls != self.calls_before and not self._repeats:
-                found.final = True
+            calls = composition.calls != self.calls_before and not self._repeats
+            found.final |= isinstance(found, LoadError) or found is self.fatal or calls
         except BaseException as second:  # such as no memory for the traceback
             found = reported(InternalError(), summarize(second))
             found.final = True

@@ -132,7 +132,7 @@ class Inputs:
                 self._bound(self._left_out(first))
             except BindingError as error:
                 return InputError(f"the request lacks inputs: {error}")
-        return self._padding.mismatch(items) if self._padding is not None else None
+        return None
 
     def stage(self, caller: Caller) -> GroupStage:
         """Return the stage that refuses items and groups the others."""

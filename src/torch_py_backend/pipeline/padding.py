@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -51,10 +50,6 @@ class Pad:
             padded[axis] = self.rounded(max(sizes[axis]))
         return padded
 
-    def mask_shape(self, value: Value) -> tuple[int, ...]:
-        """Return the shape of a mask of a value."""
-        return (value.shape[0], *(value.shape[axis] for axis in self.axes))
-
     def rounded(self, length: int) -> int:
         """Return a length rounded up to a multiple."""
         return -(-length // self.multiple_of) * self.multiple_of
@@ -102,7 +97,7 @@ class Padding:
 
     Attributes:
         pads: the padding by input, masks included.
-        masks: optional masks, created for requests without them, and the type of each.
+        masks: the input of each mask, and the type of the mask.
 
     Raises:
         ConfigError: PAD does not match the inputs and outputs.
@@ -110,9 +105,7 @@ class Padding:
 
     def __init__(self, config: ModelConfig) -> None:
         self.pads: dict[str, Pad] = {}
-        self.masks: dict[str, torch.dtype] = {}
-        # The input of each mask, including those that requests must send.
-        self._masked: dict[str, str] = {}
+        self.masks: dict[str, tuple[str, torch.dtype]] = {}
         # Axes of outputs that are as long as an axis of an input: the name and axis of both.
         self._cuts: list[tuple[str, int, str, int]] = []
         specs = {spec.name: spec for spec in config.inputs}
@@ -158,9 +151,7 @@ class Padding:
                 expected = f"another input of numbers of dims {list(dims)}"
                 raise _refusal(f"the mask '{setting['mask']}'", expected)
             self.pads[mask.name] = Pad(tuple(range(1, 1 + len(axes))), 0, left, multiple_of)
-            self._masked[mask.name] = name
-            if mask.optional:
-                self.masks[mask.name] = getattr(torch, mask.dtype.torch)
+            self.masks[mask.name] = name, getattr(torch, mask.dtype.torch)
         for output in setting.get("outputs", ()):
             if output not in free:
                 raise _refusal(f"the output '{output}'", "outputs with dims of -1")
@@ -168,34 +159,28 @@ class Padding:
             self._cuts += [(output, axis, name, of_input) for axis, of_input in pairs]
 
     def fill(self, entry: Entry) -> Entry:
-        """Return an item with masks for those that its request left out; an error as it is."""
-        if isinstance(entry, BackendError):
-            return entry
-        for mask, dtype in self.masks.items():
-            value = entry.get(self._masked[mask])
-            pad = self.pads[self._masked[mask]]
-            if mask not in entry and value is not None and value.ndim > pad.axes[-1]:
-                device = value.device if isinstance(value, Tensor) else None
-                ones = torch.ones(pad.mask_shape(value), dtype=dtype, device=device)
-                entry = entry | {mask: ones}
-        return entry
+        """Return an item with the masks that its request left out, or an error.
 
-    def mismatch(self, items: Items) -> InputError | None:
-        """Return the error of a request that sent a mask and its input in different sizes.
-
-        In a batch both are padded to the longest, so the model would not notice.
+        A mask of another size than its input is refused: in a batch both are padded, so the model
+        would not notice.
         """
-        for item, (mask, name) in itertools.product(items, self._masked.items()):
-            if mask not in item or name not in item:
+        for mask, (name, dtype) in self.masks.items():
+            if isinstance(entry, BackendError):
+                break
+            pad, value, sent = self.pads[name], entry.get(name), entry.get(mask)
+            if value is None or value.ndim <= pad.axes[-1]:  # refused later
                 continue
-            sent = item[mask].shape
-            if tuple(sent) != self.pads[name].mask_shape(item[name]):
-                return InputError(
-                    f"input '{mask}' is {list(sent)}, and its input '{name}' is"
-                    f" {list(item[name].shape)}",
+            shape = (value.shape[0], *(value.shape[axis] for axis in pad.axes))
+            if sent is None:
+                device = value.device if isinstance(value, Tensor) else None
+                entry = entry | {mask: torch.ones(shape, dtype=dtype, device=device)}
+            elif tuple(sent.shape) != shape:
+                entry = InputError(
+                    f"input '{mask}' is {list(sent.shape)}, and its input '{name}' is"
+                    f" {list(value.shape)}",
                     expected="a mask as long as its input",
                 )
-        return None
+        return entry
 
     def split(self, places: Sequence[int], items: Items) -> list[tuple[Sequence[int], Items]]:
         """Split the items of one group by their lengths if they would be padded too much."""

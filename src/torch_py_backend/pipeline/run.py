@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from torch_py_backend import composition
 from torch_py_backend.errors import BackendError
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.values import Call, Columns, Item, Items, Tree, Value, trace_context
@@ -175,41 +174,22 @@ def attempt(stages: Stages, counts: Counts) -> Attempt:
     return run_group
 
 
-def isolated(run_group: Attempt, failures: Failures, counts: Counts) -> Attempt:
-    """Return a function that runs a group, and after a failure halves of it.
+def build(stages: Stages, failures: Failures, counts: Counts) -> Run:
+    """Return the function that runs entries: it returns a result or an error for each, in order.
 
     The model runs in the trace context of the first request of a group that has one.
     """
+    run_group = attempt(stages, counts)
+    before, group_entries, after = stages.before, stages.group, stages.after
 
-    def retry(group: Group, items: Items) -> Results:
+    def run_items(group: Group, copies: bool, items: Items, again: bool) -> Results:  # noqa: FBT001
         rows = counts.rows
         try:
             with trace_context(items):
-                return run_group(group._replace(items=items), True)  # noqa: FBT003
+                return run_group(group._replace(items=items), copies or again)
         finally:
-            counts.retried_rows += counts.rows - rows
-
-    def run(group: Group, copies: bool) -> Results:  # noqa: FBT001  hot
-        failures.calls_before = composition.calls
-        try:
-            if failures.fatal is not None:
-                raise failures.fatal
-            with trace_context(group.items):
-                return run_group(group, copies)
-        except KeyboardInterrupt:  # of `check` or `tune`
-            raise
-        except BaseException as error:
-            failure = failures.classify(error)
-        # Outside of `except`, which would keep the frames of the call.
-        return failures.halve(group.items, partial(retry, group), failure)
-
-    return run
-
-
-def build(stages: Stages, failures: Failures, counts: Counts) -> Run:
-    """Return the function that runs entries: it returns a result or an error for each, in order."""
-    run_group = isolated(attempt(stages, counts), failures, counts)
-    before, group_entries, after = stages.before, stages.group, stages.after
+            if again:
+                counts.retried_rows += counts.rows - rows
 
     def run(entries: Entries) -> Results:
         if before:
@@ -220,7 +200,8 @@ def build(stages: Stages, failures: Failures, counts: Counts) -> Run:
         entries, groups = group_entries(entries)
         results: Results = entries
         for number, group in enumerate(groups, 1):
-            outcomes = run_group(group, number < len(groups))
+            copies = number < len(groups)
+            outcomes = failures.isolate(group.items, partial(run_items, group, copies))
             if len(group.items) == len(entries):
                 results = outcomes
             else:

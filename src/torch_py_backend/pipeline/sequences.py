@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,14 +24,6 @@ from torch_py_backend.values import Item
 # place. Triton measures that from the arrival of a request, which may have been queued since, and
 # does not report that it forgets a sequence.
 GRACE_S = 60.0
-
-
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    """A live sequence: its states by the names of their inputs, and the time of its last step."""
-
-    states: Item
-    used: float
 
 
 class Sequences:
@@ -56,8 +47,9 @@ class Sequences:
         sequencing = config.sequencing
         assert sequencing is not None  # noqa: S101  only sequences have states
         self._idle, self._most = sequencing.idle_s, sequencing.most
-        # Those whose last step is the oldest come first.
-        self._live: dict[int | str, _Sequence] = {}
+        # The states of each by the names of their inputs, and the time of its last step, which is
+        # the oldest of the first one.
+        self._live: dict[int | str, tuple[Item, float]] = {}
         # Takes the place of a request that only fills a slot: it is not run.
         self._unsent = UnavailableError("the request is not a step of a sequence")
 
@@ -73,9 +65,9 @@ class Sequences:
             for entry in entries
         ]
         while self._live:  # free what Triton has forgotten
-            name, oldest = next(iter(self._live.items()))
+            name, (_, used) = next(iter(self._live.items()))
             grace = GRACE_S if len(self._live) <= self._most else 0.0
-            if now - oldest.used <= self._idle + grace:
+            if now - used <= self._idle + grace:
                 break
             del self._live[name]
         return attached
@@ -86,21 +78,20 @@ class Sequences:
             return self._unsent
         # Also of a step that cannot be run: the next one must not get the state of an older
         # sequence with the same ID.
-        sequence = self._live.pop(step.id, None)
+        states, _ = self._live.pop(step.id, (None, now))
         if step.starts:
-            sequence = _Sequence(self._initial, now)
-        if sequence is not None and not step.ends:
-            sequence.used = now
-            self._live[step.id] = sequence
+            states = self._initial
+        if states is not None and not step.ends:
+            self._live[step.id] = states, now
         if step.error is not None:
             return step.error
-        if sequence is None:
+        if states is None:
             return InputError(
                 f"sequence {step.id} has no state here: it was not begun, or it idled too long, or"
                 " the model was reloaded",
                 expected="the START flag in the first request of a sequence",
             )
-        return item | sequence.states
+        return item | states
 
     def keep(self, results: Results, entries: Entries) -> Results:
         """Keep the new states of steps that succeeded; return the results for clients."""
@@ -108,13 +99,13 @@ class Sequences:
         for result, entry in zip(results, entries, strict=True):
             if isinstance(result, BackendError) or isinstance(entry, BackendError):
                 continue
-            sequence = self._live.get(values.step(entry).id)
-            if sequence is not None:
-                sequence.used = now
+            name = values.step(entry).id
+            if name in self._live:
                 # Copies: the model may return views of memory that it writes again.
-                sequence.states = {
-                    name: values.clone(result[output]) for name, output in self._names.items()
-                }
+                self._live[name] = (
+                    {state: values.clone(result[of]) for state, of in self._names.items()},
+                    now,
+                )
             for output in self._hidden:
                 del result[output]
         return results
