@@ -186,7 +186,9 @@ def build(stages: Stages, failures: Failures, counts: Counts) -> Run:
         rows = counts.rows
         try:
             with trace_context(items):
-                return run_group(group._replace(items=items), copies or again)
+                if not again:
+                    return run_group(group, copies)
+                return run_group(group._replace(items=items), True)  # noqa: FBT003
         finally:
             if again:
                 counts.retried_rows += counts.rows - rows
