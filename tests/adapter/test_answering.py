@@ -172,7 +172,7 @@ def test_response_that_cannot_be_written(
 @pytest.mark.parametrize(
     ("function", "error"),
     [
-        ("Failures.halve", KeyboardInterrupt("Ctrl-C")),
+        ("Failures.isolate", KeyboardInterrupt("Ctrl-C")),
         ("traceback.format_exception", MemoryError("no memory for the traceback")),
     ],
 )

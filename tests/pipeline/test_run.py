@@ -14,7 +14,6 @@ from torch import Tensor
 from torch_py_backend.errors import OutputError
 from torch_py_backend.pipeline import run
 from torch_py_backend.pipeline.run import Counts
-from torch_py_backend.values import Rows
 
 
 def items(*shapes: tuple[int, ...]) -> list[Any]:
@@ -120,19 +119,3 @@ def test_seconds_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         forward_seconds=12,
         device_to_host_seconds=16,
     )
-
-
-def test_rows_that_fill_a_call_are_counted_and_dropped() -> None:
-    rows_called: list[int] = []
-
-    def double(x: Tensor) -> Tensor:
-        rows_called.append(x.shape[0])
-        return x * 2
-
-    model = engine(double, Rows(2, 3), max_batch_size=16)
-    x = torch.rand(7, 4)
-    (outcome,) = model.run([{"x": x}])
-    assert rows_called == [3, 3, 2]
-    assert isinstance(outcome, dict)
-    assert torch.equal(torch.as_tensor(outcome["y"]), x * 2)
-    assert (model.counts.rows, model.counts.filled_rows) == (8, 1)

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import repeat
 
@@ -72,6 +72,8 @@ class HookedPipeline:
             self.inputs = Inputs(config, signature, cast=dtype)
             return
         self.inputs = Inputs(config, first.signature, by_row=self.by_row)
+        # Its calls return how the arguments of rows are passed, and these.
+        self._group_inputs = self.inputs.stage(lambda binding: lambda *parts: (binding, parts))
         binding = self.inputs.binding
         types = dict(zip(binding.names, binding.types, strict=True))
         for spec in config.inputs:
@@ -87,23 +89,13 @@ class HookedPipeline:
         prepared = list(entries)
         for group in groups:
             columns, sizes = group.gather(group.items)
-            binding, rows = group.call(*columns)
+            binding, parts = group.call(*columns)
+            # Without a batch dimension, a request is one row.
+            rows = zip(*parts, strict=True) if self._batched else iter([parts])
             for place, item, size in zip(group.places, group.items, sizes, strict=True):
                 own = list(itertools.islice(rows, size))
                 prepared[place] = guarded(item, self._prepare, item, binding, own)
         return prepared
-
-    @functools.cached_property
-    def _group_inputs(self) -> GroupStage:
-        """Groups items; the calls return the binding, and an iterator over the rows' arguments."""
-
-        def rows_of(binding: InputBinding, *columns: Tree) -> tuple[InputBinding, Iterator[Tree]]:
-            rows = iter([columns])  # without a batch dimension, a request is one row
-            if self._batched:
-                rows = zip(*columns, strict=True)
-            return binding, rows
-
-        return self.inputs.stage(lambda binding: partial(rows_of, binding))
 
     def _prepare(
         self,
