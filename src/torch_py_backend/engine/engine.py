@@ -20,11 +20,10 @@ from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, ragged, run, sequences
 from torch_py_backend.pipeline.failures import Failures
-from torch_py_backend.pipeline.hooks import HookedPipeline, copy_rows
+from torch_py_backend.pipeline.hooks import ROWS, HookedPipeline, copy_rows
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.outputs import extractor, finite_only, scatter_by_name
 from torch_py_backend.pipeline.padding import Padding
-from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
 from torch_py_backend.pipeline.run import (
     After,
     Before,
@@ -216,9 +215,9 @@ class Engine:
         guarded = self.failures.guarded
         if hooked is not None and hooked.by_row:
             before = (partial(hooked.prepare, guarded),)
-        if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
+        if hooked is not None and hooked.hooks.postprocess is not None:
             names, extract, copy = (ROWS,), hooked.split, copy_rows
-            after = (Postprocessing(config, hook, guarded).finish,)
+            after = (partial(hooked.finish, guarded),)
         if self.finite is not None:  # after hooks, and before states are kept
             after = (*after, self._check) if steps is None else (self._check, *after)
         takes_any_rows = rows.least <= 1 and not rows.buckets and rows.accept(config.max_batch_size)

@@ -33,11 +33,22 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
-from torch_py_backend.pipeline.postprocessing import ROWS
-from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, Grouped, GroupStage
+from torch_py_backend.pipeline.outputs import extractor
+from torch_py_backend.pipeline.run import (
+    Entries,
+    Gather,
+    Gathered,
+    Group,
+    Grouped,
+    GroupStage,
+    Results,
+)
 from torch_py_backend.signature.arguments import ArgumentType, Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
 from torch_py_backend.values import Call, Item, Items, Parameters, Tree, Value
+
+# The only column of prepared items, and of results before postprocess(): one value a row.
+ROWS = "rows"
 
 
 class HookedPipeline:
@@ -66,6 +77,9 @@ class HookedPipeline:
         bind = partial(bind_inputs, signature=signature, ordered=False)
         self._bound = functools.lru_cache(MAX_SETS)(bind)
         self._takes_parameters = any(hook.takes_parameters for hook in hooks.per_batch)
+        self._specs = {spec.name: spec for spec in config.outputs}
+        row_config = dataclasses.replace(config, max_batch_size=0)
+        self._extract = extractor(row_config, "postprocess()")  # the outputs of a row
         self.by_row = hooks.preprocess is not None
         first = hooks.preprocess or hooks.preprocess_batch
         if first is None:
@@ -196,6 +210,61 @@ class HookedPipeline:
         if self._batched:
             parts = split(parts[0], rows)
         return [values.objects(parts)]
+
+    def finish(self, guarded: Call, results: Results, entries: Entries) -> Results:
+        """Return the outputs of each request from the results of its rows; or its error."""
+        return [
+            result
+            if isinstance(result, BackendError)
+            else guarded(entry, self._outputs, result[ROWS], entry)
+            for result, entry in zip(results, entries, strict=True)
+        ]
+
+    def _outputs(self, rows: Value, item: Item) -> Item:
+        """Return the outputs of a request; raise OutputError if its rows differ in shape."""
+        hook = self.hooks.postprocess
+        postprocess = hook.with_parameters(values.parameters(item))  # type: ignore[union-attr]
+        parts = [self._extract(self._converted(postprocess(row)), 1) for row in rows.tolist()]
+        outputs: Item = {}
+        for name, column in zip(self._specs, zip(*parts, strict=True), strict=True):
+            stack: Call = torch.stack if isinstance(column[0], Tensor) else np.stack
+            try:
+                outputs[name] = stack(column) if self._batched else column[0]
+            except (RuntimeError, ValueError):
+                raise OutputError(
+                    f"postprocess() gives output '{name}' other shapes for other rows of a request",
+                    expected="one shape for all",
+                ) from None
+        return outputs
+
+    def _converted(self, result: Tree) -> Tree:
+        """Convert lists and numbers in the result of postprocess() to the types of the outputs."""
+        if isinstance(result, Mapping):
+            return {name: self._convert(name, part) for name, part in result.items()}
+        if len(self._specs) == 1 and not isinstance(result, tuple):
+            return self._convert(next(iter(self._specs)), result)
+        return result
+
+    def _convert(self, name: str, part: Tree) -> Tree:
+        """Convert a list or a number to the output's type without loss."""
+        if isinstance(part, np.generic):
+            part = part.item()
+        if name not in self._specs or not isinstance(part, list | tuple | int | float):
+            return part
+        spec = self._specs[name]
+        if spec.dtype.torch is None:
+            return np.array(part, dtype=np.object_)
+        dtype: torch.dtype = getattr(torch, spec.dtype.torch)
+        try:
+            tensor, converted = torch.as_tensor(part), torch.tensor(part, dtype=dtype)
+        except Exception as error:  # tensors, strings, ragged lists, numbers that are too large
+            raise OutputError(
+                f"postprocess() gives {a_type(part)} for output '{name}': {summarize(error)}",
+                expected=str(spec),
+            ) from None
+        if dtype.is_floating_point or torch.equal(converted.to(tensor.dtype), tensor):
+            return converted
+        return tensor  # of another type, which the extractor refuses: torch makes 255 of -1
 
     def run_unchecked(self, module: Call, item: Item) -> Tree:
         """Return the unchecked result of a request; with postprocess(), that of its first row.
