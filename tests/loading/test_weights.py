@@ -440,7 +440,7 @@ class Tabled(nn.Module):
 def scripted(net: Tabled, path: Path) -> Any:
     torch.jit.save(torch.jit.script(net), path)
     loaded = torch.jit.load(path)
-    weights.share(loaded.state_dict(keep_vars=True).values(), path)
+    weights.share((*loaded.parameters(), *loaded.buffers()), path)
     return loaded
 
 

@@ -45,18 +45,15 @@ def load(
     rows = _rows(program, inputs) if config.max_batch_size else ANY_ROWS
     arguments = (argument.name for argument in signature.arguments)
     traced: Item = dict(zip(arguments, inputs, strict=True))
-    return Loaded(artifact, module, signature, module, rows, (traced, _outputs(program)))
-
-
-def _outputs(program: ExportedProgram) -> Item:
-    """Return the outputs as traced, by name."""
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     nodes = program.graph_signature.user_outputs
     out_spec: Any = program.call_spec.out_spec
-    names = results.named_leaves(pytree.tree_unflatten(list(range(len(nodes))), out_spec))
-    # None and numbers in a result are not outputs.
-    pairs = zip(names, nodes, strict=False)
-    return {name: values[node] for name, node in pairs if node in values}
+    leaves: Any = results.named_leaves(pytree.tree_unflatten(list(range(len(nodes))), out_spec))
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    outputs = {}
+    for name, number in leaves.items():
+        if nodes[number] in values:  # None and numbers in a result are not outputs
+            outputs[name] = values[nodes[number]]
+    return Loaded(artifact, module, signature, module, rows, (traced, outputs))
 
 
 def _inputs(program: ExportedProgram, module: nn.Module) -> tuple[Signature, list[Any]]:

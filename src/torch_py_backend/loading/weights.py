@@ -13,7 +13,7 @@ import inspect
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 from unittest import mock
@@ -218,18 +218,24 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def share(weights: Iterable[object], archive: Path) -> None:
-    """Make weights views of the archive that they were read from.
+    """Make weights, each of which is given once, views of the archive that they were read from.
 
     They are found by their bytes, so that only equal values are shared. This supports any format
     that keeps tensors as uncompressed members of a ZIP archive, as TorchScript and torch.export do.
     """
     by_storage = defaultdict(list)
-    for weight in {id(weight): weight for weight in weights}.values():
+    for weight in weights:
         if has_plain_storage(weight) and weight.device.type == "cpu":
             by_storage[storage_id(weight)].append(weight)
+    path, size = str(archive), archive.stat().st_size
+    file: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
+    reader: Any = torch._C.PyTorchFileReader(path)
     records = defaultdict(list)
-    for record in _stored_members(archive):
-        records[_fingerprint(record)].append(record)
+    for member in discovery.members(archive):
+        if member.compress_type == zipfile.ZIP_STORED and member.file_size:
+            start = reader.get_record_offset(member.filename.partition("/")[2])
+            record = file[start : start + member.file_size]
+            records[_fingerprint(record)].append(record)
     for sharers in by_storage.values():
         storage = sharers[0].untyped_storage()
         # Views that other objects hold must keep the memory.
@@ -243,17 +249,6 @@ def share(weights: Iterable[object], archive: Path) -> None:
                     for weight in sharers:
                         weight.set_(record, weight.storage_offset(), weight.shape, weight.stride())
                 break
-
-
-def _stored_members(archive: Path) -> Iterator[torch.UntypedStorage]:
-    """Yield each uncompressed member of an archive as memory of the mapped file."""
-    path, size = str(archive), archive.stat().st_size
-    file: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
-    reader: Any = torch._C.PyTorchFileReader(path)
-    for member in discovery.members(archive):
-        if member.compress_type == zipfile.ZIP_STORED and member.file_size:
-            start = reader.get_record_offset(member.filename.partition("/")[2])
-            yield file[start : start + member.file_size]
 
 
 def _fingerprint(storage: torch.UntypedStorage) -> tuple[int, bytes]:
