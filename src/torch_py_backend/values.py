@@ -145,6 +145,11 @@ def to_column(value: Value) -> Value:
     return torch.from_numpy(value)
 
 
+def on_host(value: Value) -> Value:
+    """Return a value in host memory."""
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
 def clone(value: Value) -> Value:
     """Return a copy of a value."""
     return value.clone() if isinstance(value, Tensor) else value.copy()

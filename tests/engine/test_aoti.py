@@ -12,6 +12,7 @@ import build
 import pytest
 import safetensors.torch
 import torch
+from torch.utils import _pytree as pytree
 
 from torch_py_backend.config import model_config, threads
 from torch_py_backend.engine import aoti, load
@@ -193,7 +194,8 @@ def test_sizes_of_a_package(
     calls: list[tuple[int, torch.Size]], sizes: list[tuple[int, int, int]]
 ) -> None:
     """A size of 1 is taken where it is one row; the module takes the others."""
-    assert aoti._sizes([(rows, [shape]) for rows, shape in calls]) == sizes
+    tree = pytree.tree_structure(0)
+    assert aoti._sizes([(rows, [torch.empty(shape)], tree) for rows, shape in calls]) == sizes
 
 
 _BRANCH = """

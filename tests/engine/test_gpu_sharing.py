@@ -228,10 +228,8 @@ def test_a_model_that_changes_attributes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_requested() -> None:
-    """Weights on a GPU are shared on request only; a model that places itself is refused."""
-    settings = build.config(kind="GPU", enable_weight_sharing=True)
-    assert sharing.requested(settings)
-    with pytest.raises(ConfigError, match="places itself"):
-        SharedWeights(settings, None)
-    for unasked in ({"kind": "GPU"}, {"kind": "CPU", "enable_weight_sharing": True}):
-        assert not sharing.requested(build.config(**unasked))
+    """Weights on a GPU are shared on request only, and not those that a model places itself."""
+    assert sharing.requested(build.config(kind="GPU", enable_weight_sharing=True))
+    assert not sharing.requested(build.config(kind="GPU"))
+    for kind in ("CPU", "MODEL"):
+        assert not sharing.requested(build.config(kind=kind, enable_weight_sharing=True))

@@ -110,7 +110,7 @@ def test_weights_that_are_not_shared(
     """They are copied, which fails the load if sharing is required."""
     frozen = "freeze" in options.get("optimize", ())
     assert frozen or measured(tmp_path, write, **options).shared < BYTES
-    for kind in ("CPU", "GPU") if frozen else ("CPU",):
+    for kind in ("CPU", "GPU") if frozen else ("CPU", "MODEL"):
         with pytest.raises(ConfigError, match="ENABLE_WEIGHT_SHARING is true, and the weights"):
             measured(tmp_path, write, enable_weight_sharing=True, kind=kind, **options)
 

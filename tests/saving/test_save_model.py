@@ -302,7 +302,7 @@ _MODULE = {"format": "module"}
             saved.Branches(2.0),
             _MODULE | {"model_kwargs": {"factor": 3}},
             LoadError,
-            "output 'OUTPUT__0' of the saved model differs from .*model_kwargs",
+            "output 'OUTPUT__0' differs from .*model_kwargs",
         ),
     ],
 )

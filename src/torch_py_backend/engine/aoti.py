@@ -31,9 +31,9 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError, counted, join_names, summarize
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.pipeline.differences import difference, tolerance
+from torch_py_backend.pipeline.differences import disagreement
 from torch_py_backend.processes import child_process, instance_status
-from torch_py_backend.values import Item, Tree
+from torch_py_backend.values import Tree
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ _WITHOUT_WEIGHTS = {
     "aot_inductor.check_lowerbound": False,
 }
 
-# Of a call of the module: the rows of its batch, and the shapes of its leaves.
-_Shapes: TypeAlias = "tuple[int, list[torch.Size]]"
+# A call of the module: the rows of its batch, and the leaves and the tree of its arguments.
+_Call: TypeAlias = "tuple[int, list[Any], pytree.TreeSpec]"
 
 
 class _Leaves(nn.Module):
@@ -179,18 +179,10 @@ def write(engine: Engine, path: Path) -> None:
         LoadError: the module cannot be exported or compiled, or the package differs from it.
     """
     module, most = engine.loaded.module, engine.config.max_batch_size
-    first: list[tuple[list[Tensor], pytree.TreeSpec]] = []
-    shapes: list[_Shapes] = []
+    calls: list[_Call] = []
 
     def capture(*args: Tree, **kwargs: Tree) -> Tree:
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise LoadError("the module takes values that are not tensors", cure=_CURE)
-        if not first:
-            with torch.inference_mode(mode=False):  # torch.export takes no tensors of that mode
-                first.append(([leaf.clone() for leaf in leaves], tree))
-        if tree == first[0][1]:
-            shapes.append((rows, [leaf.shape for leaf in leaves]))
+        calls.append((rows, *pytree.tree_flatten((args, kwargs))))
         return module(*args, **kwargs)
 
     engine.use(capture)
@@ -205,38 +197,45 @@ def write(engine: Engine, path: Path) -> None:
     scratch = instance_status.folder()
     with tempfile.TemporaryDirectory(dir=scratch) as folder, compilation.cached(engine.config):
         draft = Path(folder, path.name)
-        _compile(draft, engine.loaded, *first[0], shapes)
+        _compile(draft, engine.loaded, calls)
         compiled = Packaged(draft, engine.loaded, engine.device)
         engine.use(compiled)
         for rows, sample, expected in samples:
-            _compare(warmup.outputs(engine, sample), expected, rows)
-        if compiled.refusal:
-            raise LoadError(f"torch.export has fixed a size: {compiled.refusal}", cure=_CURE)
+            outputs = warmup.outputs(engine, sample)
+            problem = "".join(map(disagreement, outputs, expected))
+            if problem or compiled.refusal:
+                problem = problem or f"torch.export has fixed a size: {compiled.refusal}"
+                of = counted(rows, "row")
+                raise LoadError(f"the compiled package is wrong for {of}: {problem}", cure=_CURE)
         for suffix in (_KEPT, path.suffix):  # the package last: it is complete then
             files.replace(path.with_suffix(suffix), draft.with_suffix(suffix).read_bytes())
 
 
-def _sizes(shapes: Sequence[_Shapes]) -> list[tuple[int, int, int]]:
+def _sizes(calls: Sequence[_Call]) -> list[tuple[int, int, int]]:
     """Return the leaf, the dimension and the least value of each size in which calls differ."""
     sizes = []
-    for leaf, shape in enumerate(shapes[0][1]):
-        for dim in range(len(shape)):
-            seen = {(rows, of_call[leaf][dim]) for rows, of_call in shapes}
+    _, leaves, tree = calls[0]
+    for number, leaf in enumerate(leaves):
+        for dim in range(leaf.ndim):
+            seen = {(rows, of[number].shape[dim]) for rows, of, other in calls if other == tree}
             if len({size for _, size in seen}) > 1:
                 # A size that depends on the rows alone is compared where it is 1.
                 of_rows = len({rows for rows, _ in seen}) == len(seen)
-                sizes.append((leaf, dim, 1 if of_rows else 2))
+                sizes.append((number, dim, 1 if of_rows else 2))
     return sizes
 
 
-def _compile(
-    path: Path, loaded: Loaded, leaves: list[Tensor], tree: pytree.TreeSpec, shapes: list[_Shapes]
-) -> None:
+def _compile(path: Path, loaded: Loaded, calls: Sequence[_Call]) -> None:
     """Export and compile a module; sizes in which its calls differ are dynamic."""
-    sizes = _sizes(shapes)
+    _, leaves, tree = calls[0]
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        raise LoadError("the module takes values that are not tensors", cure=_CURE)
+    sizes = _sizes(calls)
     dynamic: list[dict[int, Any]] = [{} for _ in leaves]
-    for leaf, dim, _ in sizes:
-        dynamic[leaf][dim] = torch.export.Dim.AUTO
+    for number, dim, _ in sizes:
+        dynamic[number][dim] = torch.export.Dim.AUTO
+    # torch.export takes no tensors of inference mode, and one tensor in two places for one input.
+    leaves = [leaf.clone() for leaf in leaves]
     for weight in loaded.weights:
         # A linear layer of three dimensions then becomes one product of matrices, not a batch of
         # them: `should_fold` in ATen's LinearAlgebra.cpp.
@@ -258,17 +257,3 @@ def _compile(
     kept = {name: value for name, value in program.constants.items() if name not in own}
     metadata = {"tree": pytree.treespec_dumps(tree), "sizes": json.dumps(sizes)}
     safetensors.torch.save_file(kept, path.with_suffix(_KEPT), metadata)
-
-
-def _compare(outputs: Sequence[Item], expected: Sequence[Item], rows: int) -> None:
-    """Raise LoadError if the outputs of a package differ from the module's own."""
-    for of_package, of_module in zip(outputs, expected, strict=True):
-        for name, value in of_module.items():
-            error, limit = difference(of_package[name], value), tolerance(value)
-            if not error <= limit:
-                raise LoadError(
-                    f"output '{name}' of the compiled package differs from the module's own by"
-                    f" {error:.2g} for {counted(rows, 'row')}",
-                    expected=f"at most {limit:g}",
-                    cure=_CURE,
-                )

@@ -252,7 +252,7 @@ class Engine:
     def _fetch(self, kept: Sequence[bool], columns: Columns) -> Columns:
         """Copy outputs to the host, but those that are kept on their device, and wait for it."""
         fetched = [
-            value.cpu() if isinstance(value, Tensor) and not keep else value
+            value if keep else values.on_host(value)
             for value, keep in zip(columns, kept, strict=True)
         ]
         if self.device.type == "cuda":  # an error of a kernel belongs to this batch
@@ -265,9 +265,7 @@ def _run_and_return(run_batch: Run, entries: Entries) -> Results:
     results = run_batch(entries)
     for result, entry in zip(results, entries, strict=True):
         if isinstance(result, dict) and isinstance(entry, dict) and not values.on_gpu(entry):
-            for name, value in result.items():
-                if isinstance(value, Tensor):
-                    result[name] = value.cpu()
+            result.update({name: values.on_host(value) for name, value in result.items()})
     return results
 
 

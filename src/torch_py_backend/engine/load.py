@@ -32,12 +32,13 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     # TorchScript and exported programs are copied before their weights are shared: instances that
     # loaded at the same time would need that memory several times.
     with private_files.turn(config.name):
-        weights_device = device
-        shared = sharing.SharedWeights(config, device) if sharing.requested(config) else None
-        # A module is built on the CPU: weights that it shares need not be copied to the device. A
-        # graph is loaded on the device, because its constants are not shared.
-        if shared is not None and not shared.owns and artifact.kind.has_weights_apart:
-            weights_device = torch.device("cpu")
+        weights_device, shared = device, None
+        if device is not None and sharing.requested(config):
+            shared = sharing.SharedWeights(config, device)
+            # A module is built on the CPU: weights that it shares need not be copied to the device.
+            # A graph is loaded on the device, because its constants are not shared.
+            if artifact.kind.has_weights_apart and not shared.owns:
+                weights_device = torch.device("cpu")
         loaded = registry.load(artifact, config, weights_device)
         loaded = dataclasses.replace(loaded, module=registry.optimize(config, loaded))
         runtime.keep_freed_memory()

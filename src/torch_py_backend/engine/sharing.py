@@ -47,7 +47,7 @@ def mapped(config: ModelConfig, loaded: Loaded) -> Mapped:
 
 def requested(config: ModelConfig) -> bool:
     """Return whether the config asks for sharing weights on a GPU."""
-    return config.kind != "CPU" and bool(config.options.enable_weight_sharing)
+    return config.kind == "GPU" and bool(config.options.enable_weight_sharing)
 
 
 def not_shared_error(reason: str) -> ConfigError:
@@ -68,13 +68,10 @@ class SharedWeights:
         owns: whether this instance owns the weights, and so must load them onto the device.
 
     Raises:
-        ConfigError: the weights cannot be shared.
         PlatformError: the temporary folder cannot be used.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device | None) -> None:
-        if device is None:
-            raise not_shared_error("the instance is KIND_MODEL: the model places itself")
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._instance, self._device = config.instance, device
         key = f"{config.version_folder.resolve()} {device}"
         self._socket = private_files.server_path(config.name, key)

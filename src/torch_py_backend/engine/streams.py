@@ -19,8 +19,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from functools import partial
 from typing import Any, TypeAlias
 
-from torch import Tensor
-
 from torch_py_backend import values
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
@@ -124,7 +122,7 @@ class Streams:
         if self._stages.fetch is not None:
             columns = self._stages.fetch(columns)
         if not on_gpu:
-            columns = [column.cpu() if isinstance(column, Tensor) else column for column in columns]
+            columns = [values.on_host(column) for column in columns]
         if self._call_step is not None:
             # The begin() of another stream or a further step() may overwrite memory that an outcome
             # shares with the model before the outcome is sent.

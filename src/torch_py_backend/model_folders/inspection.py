@@ -28,7 +28,7 @@ from torch_py_backend.loading import discovery, python_source, registry, weights
 from torch_py_backend.loading.discovery import HOOKS, ArtifactType
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.model_folders.artifact_files import EXAMPLE
-from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference, tolerance
+from torch_py_backend.pipeline.differences import disagreement
 from torch_py_backend.values import Item
 
 _MOST_WARNINGS = 10_000
@@ -161,18 +161,15 @@ def _compare(engine: Engine, reference: str) -> None:
     """Raise OutputError if the outputs for the example differ from those in a file."""
     expected: Item = torch.load(reference, "cpu", weights_only=False)
     (outputs,) = warmup.outputs(engine, batch(engine, len(next(iter(expected.values())))))
-    for name, value in expected.items():
-        error = difference(outputs[name], value)
-        reduced = engine.config.options.optimize  # such as bf16
-        limit = MAX_ERROR_REDUCED if reduced else tolerance(value)
-        if not error <= limit:
-            raise OutputError(
-                f"output '{name}' of the saved model differs from the module's own by {error:.2g}",
-                expected=f"at most {limit:g}",
-                cure="Check that the module can be built again from model_kwargs and its weights,"
-                " that its answers are not random, and, if it is exported, that its code depends"
-                " neither on the values of its inputs nor on their rows.",
-            )
+    # OPTIMIZE is such as bf16.
+    problem = disagreement(outputs, expected, reduced=bool(engine.config.options.optimize))
+    if problem:
+        raise OutputError(
+            f"the saved model is another: {problem}",
+            cure="Check that the module can be built again from model_kwargs and its weights, that"
+            " its answers are not random, and, if it is exported, that its code depends neither on"
+            " the values of its inputs nor on their rows.",
+        )
 
 
 def load_warm(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:

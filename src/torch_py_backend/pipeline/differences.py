@@ -11,19 +11,30 @@ import math
 import torch
 from torch import Tensor
 
-from torch_py_backend.values import Value
+from torch_py_backend.values import Item, Value
 
-# The largest error of a saved model, and in formats of 16 bits. Compilers reorder sums.
-MAX_ERROR, MAX_ERROR_REDUCED = 1e-3, 3e-2
+# The largest error of a module that runs in another way, and in formats of 16 bits.
+_MAX_ERROR, _MAX_ERROR_REDUCED = 1e-3, 3e-2
 # How far rounding changes most values of a row, and the share of values that may change more.
 _MAX_ROUNDING, _MAX_SHARE = 0.1, 0.1
 _REDUCED = (torch.float16, torch.bfloat16)
 
 
-def tolerance(expected: Value) -> float:
-    """Return the largest error of an output that is computed in another way."""
-    is_reduced = isinstance(expected, Tensor) and expected.dtype in _REDUCED
-    return MAX_ERROR_REDUCED if is_reduced else MAX_ERROR
+def disagreement(outputs: Item, expected: Item, *, reduced: bool = False) -> str:
+    """Return which output is too far from the module's own, as a clause; empty: none.
+
+    `reduced`: a part of the module is in a format of 16 bits.
+    """
+    for name, value in expected.items():
+        is_reduced = reduced or (isinstance(value, Tensor) and value.dtype in _REDUCED)
+        limit = _MAX_ERROR_REDUCED if is_reduced else _MAX_ERROR
+        error = difference(outputs[name], value)
+        if not error <= limit:
+            return (
+                f"output '{name}' differs from the module's own by {error:.2g}; expected at most"
+                f" {limit:g}"
+            )
+    return ""
 
 
 def difference(actual: Value, expected: Value) -> float:
