@@ -28,8 +28,8 @@ _MAX_ID_LENGTH = 64
 Request: TypeAlias = Any
 Requests: TypeAlias = "Sequence[Request]"
 Response: TypeAlias = Any
-# Returns the item of each request; raises what Triton's utilities raise.
-_Read: TypeAlias = "Callable[[Requests], list[Item]]"
+# Returns the item of a request; raises what Triton's utilities raise.
+_Read: TypeAlias = "Callable[[Request], Item]"
 # Returns the item of each request, or why it is refused.
 Read: TypeAlias = "Callable[[Requests], Entries]"
 
@@ -49,7 +49,7 @@ def reader(engine: Engine) -> Read:
 
     def read_each(requests: Requests) -> Entries:
         try:
-            return read(requests)
+            return list(map(read, requests))
         except Exception as error:  # from Triton's utilities, or because of a lost device
             if len(requests) == 1:
                 return [engine.failures.unreadable(error)]
@@ -58,27 +58,21 @@ def reader(engine: Engine) -> Read:
     return read_each
 
 
-def _read(requests: Requests) -> list[Item]:
-    """Return each request's tensors by name."""
-    items: list[Item] = []
-    for request in requests:  # loops, because a comprehension has a frame
-        item: Item = {}
-        for tensor in request.inputs():
-            item[tensor.name()] = read_tensor(tensor)
-        items.append(item)
-    return items
+def _read(request: Request) -> Item:
+    """Return a request's tensors by name."""
+    item: Item = {}
+    for tensor in request.inputs():  # a loop, because a comprehension has a frame
+        item[tensor.name()] = read_tensor(tensor)
+    return item
 
 
-def _read_with_parameters(requests: Requests) -> list[Item]:
-    """Return each request's tensors by name, with its parameters: JSON, empty without any."""
-    return [
-        RequestItem(item, parameters=json.loads(request.parameters() or "{}"))
-        for item, request in zip(_read(requests), requests, strict=True)
-    ]
+def _read_with_parameters(request: Request) -> Item:
+    """Return a request's tensors by name, with its parameters: JSON, empty without any."""
+    return RequestItem(_read(request), parameters=json.loads(request.parameters() or "{}"))
 
 
 def _sequence_reader(engine: Engine) -> _Read:
-    """Return a function that reads the steps of sequences, without their states.
+    """Return a function that reads a step of a sequence, without its states.
 
     A step of a model with states that cannot be read has the error. Otherwise the model keeps its
     own, by CORRID or by the position in the batch: also requests that only fill a slot are run.
@@ -106,11 +100,11 @@ def _sequence_reader(engine: Engine) -> _Read:
             step, item = step._replace(error=engine.failures.unreadable(error)), {}
         return RequestItem(item, step=step)
 
-    return lambda requests: list(map(read_step, requests))
+    return read_step
 
 
 def _traced(read: _Read) -> _Read:
-    """Return a function that reads requests and adds the trace contexts of those that have one.
+    """Return a function that reads a request and adds its trace context, if it has one.
 
     Triton makes the spans of a request. Its context is OpenTelemetry's current one in the model's
     code: code that makes spans, or calls other services, continues the trace. The server (before
@@ -125,16 +119,14 @@ def _traced(read: _Read) -> _Read:
         return read
     extract = tracecontext.TraceContextTextMapPropagator().extract
 
-    def read_traced(requests: Requests) -> list[Item]:
-        items = read(requests)
-        for place, (request, item) in enumerate(zip(requests, items, strict=True)):
-            fields = request.trace().get_context()
-            if fields:
-                span = trace.get_current_span(extract(json.loads(fields)))
-                found = item if isinstance(item, RequestItem) else RequestItem(item)
-                found.context = partial(trace.use_span, span)
-                items[place] = found
-        return items
+    def read_traced(request: Request) -> Item:
+        item = read(request)
+        fields = request.trace().get_context()
+        if fields:
+            span = trace.get_current_span(extract(json.loads(fields)))
+            item = item if isinstance(item, RequestItem) else RequestItem(item)
+            item.context = partial(trace.use_span, span)
+        return item
 
     return read_traced
 
