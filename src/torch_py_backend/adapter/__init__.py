@@ -1,9 +1,8 @@
 """TritonPythonModel: the class that Triton calls.
 
 Only this package uses `triton_python_backend_utils`. Triton adds names to that module after it has
-imported this one, so they are looked up when they are used. torch, and the modules of this package
-that need it, are imported when an instance starts: Triton also imports this one only to complete a
-config.
+imported this one, so they are looked up when they are used. torch is imported when an instance
+starts: Triton also imports this module only to complete a config.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import faulthandler
 import gc
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,8 +136,7 @@ class TritonPythonModel:
         self._loaded = load.report(engine)
         log.info("instance %s serves %s.", settings.instance, json.dumps(self._loaded))
         # Closed after the objects that are created below, to publish their last counts.
-        kept: dict[str, Sized] = {}
-        self._publisher = metrics.Publisher(engine, self._status, kept)
+        self._publisher = metrics.Publisher(engine, self._status)
         self._modes.callback(self._publisher.close)
         # Only now: Triton refuses calls of other models while a model loads.
         composition.send = partial(calling.send, settings.name)
@@ -148,12 +146,12 @@ class TritonPythonModel:
         if settings.decoupled:
             streams = streaming.Streaming(engine, self._status)
             self._modes.callback(streams.close)
-            kept["streams"] = streams.live
+            self._publisher.streams = streams.live
             self._answer = streams.start
         else:
             answers = answering.Answering(engine)
             if answers.sequences is not None:
-                kept["sequences"] = answers.sequences
+                self._publisher.sequences = answers.sequences
             self._answer = answers.answer
             if settings.options.profile_dir is not None:
                 self._profile(settings.options.profile_dir)

@@ -52,11 +52,8 @@ class Answering:
         checks = not self._in_sequences and self._last_seconds > len(requests) * CHECK_CANCELLED_S
         left = [request.is_cancelled() for request in requests] if checks else []
         if any(left):
-            pairs = zip(entries, left, strict=True)
-            entries = [
-                CancelledError("the request was cancelled before it ran") if is_left else entry
-                for entry, is_left in pairs
-            ]
+            gone = CancelledError("the request was cancelled before it ran")
+            entries = [gone if one else entry for entry, one in zip(entries, left, strict=True)]
         try:
             results = self._run(entries)
         except BaseException as error:  # Triton would send the traceback to every client

@@ -1,10 +1,9 @@
 """What reaches the server: log records; and whether there is a server.
 
-An instance whose tritonserver has ended without stopping it, as after kill -9, ends by itself: a
-thread looks each second. A message to a server that has ended, be it a metric, a log or the
-deletion of a request, would hold the GIL, or a mutex that the stub needs to end, for ever. The
-kernel's signal at the death of a parent is no way: it is sent when the thread that has loaded the
-model ends.
+An instance whose tritonserver was killed ends by itself: a thread looks each second. A message to a
+server that has ended, be it a metric, a log or the deletion of a request, would hold the GIL, or a
+mutex that the stub needs to end, for ever. The kernel's signal at the death of a parent is sent too
+early: when the thread that has loaded the model ends.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class LogHandler(logging.Handler):
     """Passes records to Triton's logger, with the model's name before them.
 
     Attributes:
-        warnings: the first line of each warning since the handler was installed; None: they are not
-            collected.
+        warnings: the first line of each warning; None: they are not collected.
     """
 
     def __init__(self, model: str) -> None:

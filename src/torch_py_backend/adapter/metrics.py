@@ -98,13 +98,13 @@ TABLE: tuple[Family, ...] = (
     Family(
         "pytorch_py_live_streams",
         "Streams of responses that have begun and not ended",
-        lambda of: {"": len(of.kept.get("streams", ()))},
+        lambda of: {"": len(of.streams)},
     ),
     _counter("stepped_streams", "Streams in calls of step()"),
     Family(
         "pytorch_py_sequences",
         "Sequences whose states are kept",
-        lambda of: {"": len(of.kept.get("sequences", ()))},
+        lambda of: {"": len(of.sequences)},
     ),
     Family(
         "pytorch_py_device_memory_allocated_bytes",
@@ -128,14 +128,17 @@ TABLE: tuple[Family, ...] = (
 class Publisher:
     """Publishes an instance's counters and gauges until it is closed, or Triton refuses one.
 
-    Args:
-        kept: its live streams, or its sequences with states.
+    Attributes:
+        streams: its live streams.
+        sequences: its sequences with states.
     """
 
-    def __init__(self, engine: Engine, status: InstanceStatus, kept: Mapping[str, Sized]) -> None:
+    streams: Sized = ()
+    sequences: Sized = ()
+
+    def __init__(self, engine: Engine, status: InstanceStatus) -> None:
         self.engine: Engine = engine
         self.status: InstanceStatus = status
-        self.kept: Mapping[str, Sized] = kept
         # Triton's metrics and their last values, by the family's name and the value of its label.
         self._series: dict[tuple[str, str], tuple[Any, float]] = {}
         self._closed = threading.Event()
