@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, itemgetter
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,12 +19,12 @@ from torch import Tensor
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, BindingError, InputError
-from torch_py_backend.pipeline import arguments, batches, ragged
+from torch_py_backend.pipeline import batches, ragged
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Entries, Gather, Gathered, Group, Grouped, GroupStage
-from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.signature.arguments import ArgumentType, Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
-from torch_py_backend.values import Call, Item, Items, Tree, Value, clone
+from torch_py_backend.values import Call, Item, Items, Strings, Tree, Value, clone
 
 # For how many sets of names bindings are kept: n optional inputs have 2^n sets.
 MAX_SETS = 64
@@ -31,6 +32,8 @@ MAX_SETS = 64
 Caller: TypeAlias = "Callable[[InputBinding], Call]"
 # Returns what the values of one call have in common.
 Key: TypeAlias = "Callable[[Value], Hashable]"
+# Makes an argument of a column, or of one value.
+_Make: TypeAlias = "Callable[[Any], object]"
 _HOST = torch.device("cpu")
 # Takes the place of an input that a request leaves out: without rows, a value would be refused.
 _MISSING = np.empty(())
@@ -49,7 +52,7 @@ class Kind(NamedTuple):
     axes: int
     keys: Sequence[Key]
     gather: Callable[[Sequence[Value]], Value]
-    argument: arguments.Argument
+    argument: Argument
 
 
 class Inputs:
@@ -91,9 +94,9 @@ class Inputs:
         to = getattr(torch, cast) if cast else None
         self._kinds: dict[str, Kind] = {}
         for spec in config.inputs:
-            argument = arguments.choose(signature, spec, takes[spec.name], to)
+            argument = _argument(signature, spec, takes[spec.name], to)
             if by_row and self._batched:
-                argument = arguments.for_rows(argument)
+                argument = _for_rows(argument)
             self._kinds[spec.name] = _kind(config, spec, argument, padding)
         self._keys = [
             (repeat(name), key) for name, kind in self._kinds.items() for key in kind.keys
@@ -101,7 +104,7 @@ class Inputs:
         # The input of requests that another one is made of.
         self._sources = {made.name: made.source for made in config.batch_inputs}
         for made in config.batch_inputs:
-            self._kinds[made.name] = Kind(0, (), ragged.batch_input(made), arguments.TENSOR)
+            self._kinds[made.name] = Kind(0, (), ragged.batch_input(made), TENSOR)
         masks = padding.masks if padding is not None else ()
         optional = frozenset(spec.name for spec in config.inputs if spec.optional).difference(masks)
         # Other sets are bound by a request that leaves them out, or refuse it.
@@ -213,7 +216,7 @@ class Inputs:
 
 
 def _kind(
-    config: ModelConfig, spec: TensorSpec, argument: arguments.Argument, padding: Padding | None
+    config: ModelConfig, spec: TensorSpec, argument: Argument, padding: Padding | None
 ) -> Kind:
     """Return how the values of an input become a column: concatenated, padded or flat."""
     pad = padding.pads.get(spec.name) if padding is not None and config.max_batch_size else None
@@ -251,3 +254,134 @@ def _copied(values: Sequence[Value]) -> Value:
     """Return a column that the model may write to: it keeps the states."""
     column = batches.concatenate(values)
     return clone(column) if len(values) == 1 else column
+
+
+class Argument(NamedTuple):
+    """How an argument is made of a column.
+
+    Attributes:
+        convert: makes it, or raises ValueError with what is wrong with the column; None: it is the
+            column.
+        checks: whether `convert` may raise.
+        scalar: whether it is one value, which all items of a call have.
+    """
+
+    convert: _Make | None = None
+    checks: bool = False
+    scalar: bool = False
+
+
+TENSOR = Argument()
+
+
+def _argument(
+    signature: Signature, spec: TensorSpec, takes: ArgumentType, cast: torch.dtype | None
+) -> Argument:
+    """Return how an input's argument is made; floating-point values are converted to `cast`.
+
+    Raises:
+        BindingError: the argument does not take the type of the input without loss.
+    """
+    kind = _KINDS[takes]
+    accepted, make = kind.accepts, kind.make
+    if takes is ArgumentType.TENSOR and (signature.torchscript or signature.leaves is not None):
+        accepted = ("BOOL", "INT", "UINT", "FP", "BF16")
+    if not spec.dtype.triton.startswith(accepted):
+        raise BindingError(
+            f"input '{spec.name}' is {spec.dtype.triton}, and {signature.name}() takes"
+            f" {takes.value}",
+            expected=f"{' or '.join(accepted)} in config.pbtxt",
+        )
+    if signature.torchscript and make is _text:  # its strings hold bytes of any encoding
+        make = _text_or_bytes
+    if kind.scalar:
+        convert = partial(_one_value, f"{signature.name}() takes {takes.value}", make)
+        return Argument(convert, checks=True, scalar=True)
+    if spec.dtype.torch is None:
+        return Argument(partial(_strings, takes, make), checks=True)
+    dtype: torch.dtype = getattr(torch, spec.dtype.torch)
+    if cast is None or not dtype.is_floating_point:
+        return TENSOR
+    return Argument(lambda column: column.to(cast))
+
+
+def _for_rows(argument: Argument) -> Argument:
+    """Return how a list of the arguments of each row is made, for calls with one row each."""
+
+    def convert_rows(column: Value) -> list[Any]:
+        if isinstance(column, Tensor):
+            rows: list[Any] = list(column.unbind())
+        else:
+            rows = [column[row, ...] for row in range(len(column))]
+        return rows if argument.convert is None else list(map(argument.convert, rows))
+
+    return Argument(convert_rows, argument.checks)
+
+
+def _one_value(expected: str, make: _Make, column: Value) -> object:
+    values = column.reshape(-1).tolist()
+    distinct = len(set(map(repr, values)))  # repr, because NaN does not equal itself
+    if distinct != 1:
+        raise ValueError(f"holds {distinct} values; expected one value for all rows: {expected}")
+    return make(values[0])
+
+
+def _strings(takes: ArgumentType, make: _Make, column: Strings) -> object:
+    """Return strings as a flat list, as LibTorch does, or in the shape of the column."""
+    texts = list(map(make, column.reshape(-1).tolist()))
+    if takes in (ArgumentType.STRINGS, ArgumentType.BYTES):
+        return texts
+    shaped: Strings = np.empty(column.shape, dtype=np.object_)
+    shaped.ravel()[:] = texts
+    return shaped if takes is ArgumentType.TENSOR else shaped.tolist()
+
+
+def _text(text: str | bytes) -> str:
+    """Decode UTF-8; states are decoded already."""
+    try:
+        return text if isinstance(text, str) else text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8: {error.reason}") from None
+
+
+def _text_or_bytes(text: str | bytes) -> str | bytes:
+    try:
+        return _text(text)
+    except ValueError:
+        return text
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode()
+
+
+class _Kind(NamedTuple):
+    """A kind of argument.
+
+    Attributes:
+        make: makes the argument of one value, or a part of it of one string.
+        accepts: how the names of Triton's types begin that it takes.
+        scalar: whether it is one value.
+    """
+
+    make: _Make
+    accepts: tuple[str, ...] = ("BYTES",)
+    scalar: bool = False
+
+
+# Parts of containers are tensors.
+_KINDS: Mapping[ArgumentType, _Kind] = {
+    ArgumentType.TENSOR: _Kind(_text, ("",)),  # any type
+    ArgumentType.VALUE: _Kind(
+        lambda value: _text(value) if isinstance(value, bytes) else value, ("",), scalar=True
+    ),
+    ArgumentType.INT: _Kind(int, ("INT", "UINT"), scalar=True),
+    ArgumentType.FLOAT: _Kind(float, ("FP", "BF16", "INT", "UINT"), scalar=True),
+    ArgumentType.BOOL: _Kind(bool, ("BOOL",), scalar=True),
+    ArgumentType.STR: _Kind(_text, scalar=True),
+    ArgumentType.RAW: _Kind(_bytes, scalar=True),
+    ArgumentType.STRINGS: _Kind(_text),
+    ArgumentType.BYTES: _Kind(_bytes),
+    ArgumentType.NESTED_STRINGS: _Kind(_text),
+    ArgumentType.NESTED_BYTES: _Kind(_bytes),
+}
