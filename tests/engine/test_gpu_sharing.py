@@ -16,8 +16,7 @@ import torch
 from children import Child, Start
 from torch import nn
 
-from torch_py_backend.config.threads import Threads
-from torch_py_backend.engine import load, sharing, warmup
+from torch_py_backend.engine import sharing, warmup
 from torch_py_backend.engine.sharing import SharedWeights
 from torch_py_backend.errors import ConfigError
 
@@ -186,44 +185,19 @@ def test_the_owner_of_a_later_load_ends(join: Join) -> None:
     owner.close()
 
 
-class Counting(nn.Module):
-    count: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        return x[:, :3] + self.count
-
-
-@pytest.mark.usefixtures("process", "scratch")
-def test_a_model_that_writes_to_its_weights_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sharing, "requested", lambda config: True)
-    (tmp_path / "1").mkdir()
-    scenarios.python(Counting)(tmp_path / "1")
-    scenarios.safe({"count": torch.zeros(3)})(tmp_path / "1")
-    outputs = (build.spec("y", dims=(3,)),)
-    engine = load.build(build.config(tmp_path, outputs=outputs), Threads(1, 1))
-    with pytest.raises(ConfigError, match=r"forward\(\) changes count of the model"):
-        warmup.run(engine)
-    engine.close()
-
-
-def test_a_model_that_changes_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be built again, after other instances have mapped its weights."""
+def test_a_model_that_changes_its_weights_or_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other instances share its buffers, and it cannot be built again."""
     monkeypatch.setattr(sharing, "requested", lambda config: True)
     module = nn.Module()
+    module.register_buffer("count", torch.zeros(1))
 
     def forward(x: torch.Tensor) -> torch.Tensor:
+        module.get_buffer("count").add_(1)
         module.steps = 1  # type: ignore[assignment]
         return x
 
     model = engines.engine(forward, owner=module)
-    with pytest.raises(ConfigError, match=r"forward\(\) changes steps of the model"):
+    with pytest.raises(ConfigError, match=r"forward\(\) changes count, steps of the model"):
         warmup.run(model)
 
 
