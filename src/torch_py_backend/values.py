@@ -114,7 +114,7 @@ class RequestItem(dict[str, Value]):
         return RequestItem({**self, **other}, self.context, self.parameters, self.step)
 
 
-def step(item: Item) -> Step:
+def step(item: Item | BackendError) -> Step:
     """Return the place of an item's request in its sequence."""
     return item.step if isinstance(item, RequestItem) else _NO_STEP
 

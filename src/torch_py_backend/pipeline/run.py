@@ -55,7 +55,8 @@ class Counts:
         compile_cache: loads, by whether the compile cache had an entry: hit or miss.
         stream_responses: responses of streams.
         stepped_streams: streams in all calls of step().
-        preprocess_seconds: the time of successful batches in this stage; likewise below.
+        preprocess_seconds: the time of successful batches in this stage, as in attaching states;
+            likewise below.
     """
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CODES, 0))

@@ -97,7 +97,7 @@ class Sequences:
         """Keep the new states of steps that succeeded; return the results for clients."""
         now = self._clock()
         for result, entry in zip(results, entries, strict=True):
-            if isinstance(result, BackendError) or isinstance(entry, BackendError):
+            if isinstance(result, BackendError):
                 continue
             name = values.step(entry).id
             if name in self._live:
