@@ -148,10 +148,11 @@ def mismatch(path: Path, device: torch.device | None) -> str:
     built = discovery.aoti_metadata(path)
     differences = []
     for key, (label, here) in this_machine(device).items():
-        needed = {*built.get(key, "").partition("+")[0].split()}
+        value, _, _ = built.get(key, "").partition("+")
+        needed = set(value.split())
         if key == "AOTI_CPU_ISA":
             needed &= _INSTRUCTIONS.keys()
-        if not needed <= {*here.split()}:
+        if not needed.issubset(here.split()):
             differences.append(f"{label} {built[key]} (here: {here})")
     return ", ".join(differences)
 
@@ -159,13 +160,15 @@ def mismatch(path: Path, device: torch.device | None) -> str:
 def this_machine(device: torch.device | None) -> dict[str, tuple[str, str]]:
     """Return what this machine is under the keys of a package's metadata, with the words for it."""
     on_gpu = device is not None and device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if on_gpu else ()
+    capability = "none"
+    if on_gpu:
+        capability = "".join(map(str, torch.cuda.get_device_capability(device)))
     instructions = " ".join(name for name, is_there in _INSTRUCTIONS.items() if is_there())
     return {
         "AOTI_DEVICE_KEY": ("device", "cuda" if on_gpu else "cpu"),
         "AOTI_MACHINE": ("processor", platform.machine()),
         "AOTI_CPU_ISA": ("instruction set", instructions),
-        "AOTI_COMPUTE_CAPABILITY": ("GPU architecture", "".join(map(str, capability)) or "none"),
+        "AOTI_COMPUTE_CAPABILITY": ("GPU architecture", capability),
         # Not set by torch: a package may have it through inductor's aot_inductor.metadata.
         "torch_version": ("torch", torch.__version__.partition("+")[0]),
     }

@@ -83,10 +83,6 @@ def find(config: ModelConfig) -> Artifact:
     model.pt2. A state_dict belongs to the source file with the same stem, if there is one. If
     model.py defines no module, and there is a complete model.pt or model.pt2, then this file is the
     model; model.py is imported before it.
-
-    Raises:
-        ArtifactError: there is no such file, or it cannot be served.
-        ConfigError: an option names a file outside the model's folder.
     """
     folder, name = config.version_folder, config.options.weights or ""
     if ":" in (config.options.model_factory or ""):
@@ -137,8 +133,9 @@ def _model_file(config: ModelConfig) -> Path:
     present = [path for name in names if (path := folder / name).is_file()]
     if not present:
         files = sorted(path.name for path in folder.glob("*") if path.exists())
+        listed = ", ".join(files) or "no files"
         raise ArtifactError(
-            f"version {config.version} holds {', '.join(files) or 'no files'}",
+            f"version {config.version} holds {listed}",
             expected=" or ".join(names),
             cure="Put the model there, or name its file with default_model_filename.",
         )
@@ -195,7 +192,8 @@ def shard_files(weights: Path) -> dict[str, Path]:
 
 def shard_names(index: Path) -> list[str]:
     """Return the files that Hugging Face's index names; raise if it is not an index."""
-    return sorted({*json.loads(index.read_bytes())["weight_map"].values()})
+    names = json.loads(index.read_bytes())["weight_map"].values()
+    return sorted(set(names))
 
 
 # The members of zip archives, behind the name of the archive.
@@ -234,7 +232,8 @@ def aoti_metadata(path: Path) -> dict[str, str]:
     with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # loading it reports
         for name in archive.namelist():
             if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
-                return {key: str(value) for key, value in json.loads(archive.read(name)).items()}
+                entries = json.loads(archive.read(name))
+                return {key: str(value) for key, value in entries.items()}
     return {}
 
 
@@ -252,7 +251,9 @@ def source_files(source: Path, weights: Path | None = None) -> dict[str, Path]:
     weights = weights or weights_beside(source.with_suffix(""))
     if weights is not None:
         suffix = weights.name.removeprefix(source.stem)
-        files[f"model{suffix if suffix in WEIGHT_SUFFIXES else '.pt'}"] = weights
+        if suffix not in WEIGHT_SUFFIXES:
+            suffix = ".pt"
+        files[f"model{suffix}"] = weights
         shards = shard_files(weights).items()
         files |= {name: shard for name, shard in shards if name == shard.name}
     return files

@@ -26,9 +26,6 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     """Return example inputs by name; None: there are none.
 
     They are tensors in a file beside the model, or what a function in hooks.py or model.py returns.
-
-    Raises:
-        ArtifactError: the file is damaged, or the function fails or returns something else.
     """
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
@@ -62,13 +59,11 @@ def item(
         without: inputs to leave out.
         example: valid values by name, with a batch dimension if the model has one; their rows are
             repeated. States get the values of a first step, other inputs synthetic ones.
-
-    Raises:
-        ArtifactError: a file of initial states cannot be read.
     """
     generator = torch.Generator().manual_seed(0)
-    multiples = [pad.get("multiple_of", 1) for pad in (config.options.pad or {}).values()]
-    multiple = max(multiples, default=1)
+    multiple = 1
+    for pad in (config.options.pad or {}).values():
+        multiple = max(multiple, pad.get("multiple_of", 1))
     # The two sizes differ also after rounding up.
     sizes = (_VARIABLE, _SHRUNK) if multiple == 1 else (2 * multiple, multiple)
     values = initial_states.find(config, rows)
@@ -87,22 +82,35 @@ def requests(config: ModelConfig, item: Item) -> list[Item]:
     """
     if not config.concatenates or not config.max_batch_size:
         return [item]
-    rows = range(len(next(iter(item.values()))))
-    return [{name: value[row : row + 1] for name, value in item.items()} for row in rows]
+    requests: list[Item] = [{} for _ in next(iter(item.values()))]
+    for name, value in item.items():
+        for row, request in enumerate(requests):
+            request[name] = value[row : row + 1]
+    return requests
 
 
 def distinct_rows(value: Value) -> Value:
     """Return a tensor whose rows differ, if it is floating point: it may repeat one row."""
     # A row of one value may be an argument that takes one number for the whole batch.
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value[0].numel() == 1:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    if value[0].numel() == 1:
         return value
     factors = torch.linspace(1.0, 0.5, len(value)).to(value)
-    return value * factors.reshape(-1, *[1] * (value.ndim - 1))
+    while factors.ndim < value.ndim:
+        factors = factors[..., None]
+    return value * factors
 
 
-def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
+def fits(
+    config: ModelConfig,
+    spec: TensorSpec,
+    value: Value,
+) -> bool:
     """Return whether an example is a valid value of this input, with at least one row."""
-    dims = (-1, *spec.dims) if config.max_batch_size else spec.dims
+    dims = spec.dims
+    if config.max_batch_size:
+        dims = (-1, *dims)
     dtype = str(value.dtype) if isinstance(value, Tensor) else "torch.None"
     has_values = pbtxt.fits(value.shape, dims) and 0 not in value.shape
     return dtype == f"torch.{spec.dtype.torch}" and has_values

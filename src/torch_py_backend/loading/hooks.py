@@ -101,12 +101,7 @@ class Hooks(NamedTuple):
 
 
 def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
-    """Load the hooks in a model's folder; None: there are none.
-
-    Raises:
-        ArtifactError: the class cannot be created, or its methods take other arguments.
-        ConfigError: the config contradicts the hooks.
-    """
+    """Load the hooks in a model's folder; None: there are none."""
     path = artifact.hooks
     if path is None:
         return None

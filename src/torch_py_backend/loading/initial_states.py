@@ -15,12 +15,7 @@ from torch_py_backend.values import Item, Value
 
 
 def find(config: ModelConfig, rows: int | None) -> Item:
-    """Return the states for the first step, with a batch dimension of `rows` if that is not None.
-
-    Raises:
-        ArtifactError: a file of initial values is missing or too short.
-        ConfigError: the file is outside the model's folder.
-    """
+    """Return the states for the first step, with a batch dimension of `rows`, or none."""
     states: Item = {}
     for state in config.states:
         value = _one_row(config, state)

@@ -37,7 +37,8 @@ def import_source(path: Path) -> ModuleType:
     A file that has not changed since is not executed again: its code may fail the second time.
     """
     key = f"{path} {path.stat().st_mtime_ns} {path.stat().st_size}"
-    name = f"torch_py_backend_model_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    name = f"torch_py_backend_model_{digest[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     module = sys.modules[name] = ModuleType(name)

@@ -74,9 +74,6 @@ def load(
     hooks.py and the source file beside it are imported before: they may register operators and
     classes that it needs. If the source file cannot be imported, that is a warning: it may have
     nothing to do with the artifact.
-
-    Raises:
-        ArtifactError: the artifact cannot be loaded.
     """
     path = artifact.path
     if artifact.hooks is not None:
@@ -105,8 +102,11 @@ def load(
 def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
     """Apply the values of OPTIMIZE that change the model itself; return the callable for inputs."""
     options, owner = config.options, loaded.owner
-    if owner is not None and options.weights_dtype is not None:
-        owner.to(getattr(torch, options.weights_dtype))
-    if owner is not None and "channels_last" in options.optimize:
-        owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return torchscript.freeze(config, loaded) if "freeze" in options.optimize else loaded.module
+    if owner is not None:
+        if options.weights_dtype is not None:
+            owner.to(getattr(torch, options.weights_dtype))
+        if "channels_last" in options.optimize:
+            owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if "freeze" in options.optimize:
+        return torchscript.freeze(config, loaded)
+    return loaded.module

@@ -37,13 +37,12 @@ _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _FINGERPRINT = 64
 
 
-def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
-    """Load the weights into the module: all keys, no other keys, the same shapes.
-
-    Raises:
-        ArtifactError: there is no file of weights, it cannot be read, or the module does not load
-            its entries.
-    """
+def load_into(
+    config: ModelConfig,
+    artifact: Artifact,
+    module: nn.Module,
+) -> None:
+    """Load the weights into the module: all keys, no other keys, the same shapes."""
     own = module.state_dict(keep_vars=True)
     if artifact.weights is None:
         if own and not config.options.weights:  # that is "none"
@@ -127,7 +126,8 @@ def build_uninitialized(
     # The second call raises an exception, too, or succeeds.
     with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
         for name, function in inspect.getmembers(nn.init, inspect.isfunction):
-            if name.endswith("_") and "generator" in inspect.signature(function).parameters:
+            parameters = inspect.signature(function).parameters
+            if name.endswith("_") and "generator" in parameters:
                 skip = mock.patch.object(nn.init, name, lambda tensor, *_, **__: tensor)
                 stack.enter_context(skip)
         built = build()
@@ -140,13 +140,14 @@ def build_uninitialized(
 
 def _fills(saved: Mapping[str, object], module: nn.Module) -> bool:
     """Return whether a file has the values of all tensors of a module and of its attributes."""
-    filled = {
-        storage_id(tensor)
-        for key, tensor in module.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor) and getattr(saved.get(key), "shape", None) == tensor.shape
-    }
+    filled = set()
+    for key, tensor in module.state_dict(keep_vars=True).items():
+        shape = getattr(saved.get(key), "shape", None)
+        if isinstance(tensor, Tensor) and shape == tensor.shape:
+            filled.add(storage_id(tensor))
     leaves = pytree.tree_leaves([vars(part) for part in module.modules()])
-    return all(storage_id(leaf) in filled for leaf in leaves if isinstance(leaf, Tensor))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return filled.issuperset(map(storage_id, tensors))
 
 
 class AliasOnCopy(TorchFunctionMode):
@@ -273,7 +274,8 @@ class Mapped(NamedTuple):
 def measure(weights: Iterable[object]) -> Mapped:
     """Return which weights are in mapped files, according to /proc/self/maps."""
     edges: list[int] = []  # the start and the end of each mapped file, in ascending order
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    for line in maps.splitlines():
         addresses, _, _, _, inode, *_ = line.split()
         if inode != "0":
             edges += (int(address, 16) for address in addresses.split("-"))
