@@ -18,7 +18,7 @@ __all__ = ["dynamo", "imports", "no_collector", "process", "start"]
 
 # The same examples in every run, no time limit of its own: pytest's ends what hangs.
 hypothesis.settings.register_profile(
-    "suite", derandomize=True, deadline=None, database=None, max_examples=150
+    "suite", derandomize=True, deadline=None, database=None, max_examples=60
 )
 hypothesis.settings.register_profile(
     "fuzz", deadline=None, max_examples=int(os.environ.get("FUZZ_EXAMPLES", "1"))

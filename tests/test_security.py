@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pickle
-import stat
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +16,9 @@ import models
 import pytest
 import safetensors.torch
 import torch
-from torch._inductor import config as inductor
 
 from torch_py_backend.config import options, threads
-from torch_py_backend.engine import compilation, load
+from torch_py_backend.engine import load
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError
 from torch_py_backend.loading import discovery, example_inputs
@@ -159,65 +157,3 @@ def test_no_shard_leads_out_of_the_folder(tmp_path: Path, process: None, shard: 
     build.write(folder, "model.safetensors.index.json", json.dumps(index))
     with pytest.raises(ArtifactError, match="expected a file beside the index"):
         _load(folder)
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
-    return tmp_path / "home" / ".cache"
-
-
-def _start(folder: Path, **options: Any) -> Path:
-    """Compile a model, and return the folder of inductor's cache."""
-    with compilation.cached(build.config(folder, **options)):
-        cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-        (cache / "fxgraph").mkdir(exist_ok=True)
-        (cache / "fxgraph" / "kernel.so").write_bytes(b"code")
-    return cache
-
-
-def test_compiled_code_is_in_the_model_s_folder_for_this_user_only(
-    tmp_path: Path, home: Path
-) -> None:
-    before = os.umask(0)
-    try:
-        cache = _start(tmp_path)
-    finally:
-        os.umask(before)
-    assert cache == tmp_path / "compile_cache"
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert not inductor.cpp_cache_precompile_headers  # they would be in /tmp
-
-
-_CHANGES: dict[str, Callable[[Path], object]] = {
-    "others may add": lambda cache: cache.chmod(0o777),
-    "others may write": lambda cache: (cache / "fxgraph/kernel.so").chmod(0o666),
-    "another user's": lambda cache: os.chown(cache / "fxgraph/kernel.so", 12345, -1),
-    "link": lambda cache: (cache / "fxgraph/linked.so").symlink_to("kernel.so"),
-}
-
-
-@pytest.mark.parametrize("change", _CHANGES)
-def test_compiled_code_that_others_could_have_written(
-    tmp_path: Path,
-    home: Path,
-    change: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It is not loaded: another folder is used with a warning."""
-    if change == "another user's" and os.geteuid():
-        pytest.skip("only root can give a file away")
-    started = _start(tmp_path)
-    started.chmod(0o755)
-    _CHANGES[change](started)
-    before = sorted((tmp_path / "compile_cache").rglob("*"))
-    cache = home / "torch-py-backend" / "compile_cache" / build.MODEL
-    for option in ({}, {"compile_cache_dir": "compile_cache"}):
-        caplog.clear()
-        with compilation.cached(build.config(tmp_path, **option)):
-            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache)
-            assert not (cache / "fxgraph").exists()
-        assert f"cannot be kept in {tmp_path / 'compile_cache'}" in caplog.text
-    assert sorted((tmp_path / "compile_cache").rglob("*")) == before

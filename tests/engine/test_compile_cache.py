@@ -6,15 +6,18 @@ import json
 import multiprocessing
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import build
 import models
 import pytest
+from torch._inductor import config as inductor
 
 from torch_py_backend.engine import compilation
 from torch_py_backend.processes import private_files
@@ -33,7 +36,46 @@ def used(folder: Path, **options: Any) -> Path:
     with compilation.cached(build.config(folder, **options)):
         cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         (cache / "fxgraph").mkdir(exist_ok=True)
+        (cache / "fxgraph" / "kernel.so").write_bytes(b"code")
     return cache
+
+
+def test_compiled_code_is_in_the_model_s_folder_for_this_user_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert used(tmp_path) == tmp_path / "compile_cache"
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "compile_cache").stat().st_mode) == 0o700
+    assert not inductor.cpp_cache_precompile_headers  # they would be in /tmp
+
+
+_CHANGES: dict[str, Callable[[Path], object]] = {
+    "others may add": lambda cache: cache.chmod(0o777),
+    "others may write": lambda cache: (cache / "fxgraph/kernel.so").chmod(0o666),
+    "another user's": lambda cache: os.chown(cache / "fxgraph/kernel.so", 12345, -1),
+    "link": lambda cache: (cache / "fxgraph/linked.so").symlink_to("kernel.so"),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_compiled_code_that_others_could_have_written(
+    tmp_path: Path, home: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not loaded: another folder is used with a warning."""
+    if change == "another user's" and os.geteuid():
+        pytest.skip("only root can give a file away")
+    started = used(tmp_path)
+    started.chmod(0o755)
+    _CHANGES[change](started)
+    before = sorted(started.rglob("*"))
+    for option in ({}, {"compile_cache_dir": "compile_cache"}):
+        caplog.clear()
+        with compilation.cached(build.config(tmp_path, **option)):
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(home)
+            assert not (home / "fxgraph").exists()
+        assert f"cannot be kept in {started}" in caplog.text
+    assert sorted(started.rglob("*")) == before
 
 
 def test_named_folder(tmp_path: Path) -> None:

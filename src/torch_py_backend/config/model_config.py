@@ -59,15 +59,10 @@ class TensorSpec:
 
 
 class BatchInput(NamedTuple):
-    """An input that is computed from the shapes of another input of the requests.
-
-    Attributes:
-        kind: what it contains of these shapes: a name of `enum Kind` in Triton's ModelConfig.
-        source: the name of the other input.
-    """
+    """An input that is computed from the shapes of another input of the requests, its `source`."""
 
     name: str
-    kind: str
+    kind: str  # what it contains of these shapes: a name of `enum Kind` in Triton's ModelConfig
     dtype: DType
     source: str
 

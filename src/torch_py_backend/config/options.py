@@ -185,8 +185,7 @@ TABLE: dict[str, Field[Any]] = {
 def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
     """Parse Triton's `parameters`; log a warning for each unknown key.
 
-    Raises:
-        ConfigError: a value is not accepted, or an option was removed.
+    Raises ConfigError for a value that is not accepted, and for an option that was removed.
     """
     values = {}
     for key, entry in parameters.items():

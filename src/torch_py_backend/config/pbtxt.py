@@ -61,20 +61,14 @@ def parameters(options: Mapping[str, object]) -> JsonObject:
 
 
 def model_dims(entry: Document) -> list[int]:
-    """Return the dims of an input or output as the model sees it.
-
-    Triton reshapes inputs before and outputs after that.
-    """
+    """Return the dims of an input or output as the model sees it, between Triton's reshapes."""
     reshape = entry.get("reshape")
     dims: list[int] = entry["dims"] if reshape is None else reshape.get("shape", [])
     return dims
 
 
 def dims_entry(dims: Sequence[int]) -> JsonObject:
-    """Return the fields of an input or output with these dims for the model.
-
-    Triton requires one dimension at least; `reshape` removes it again.
-    """
+    """Return the fields of an input or output with these dims; Triton requires one at least."""
     return {"dims": [*dims]} if dims else {"dims": [1], "reshape": {"shape": []}}
 
 

@@ -41,18 +41,11 @@ def run(
     *,
     quiet: bool = False,
 ) -> Any:
-    """Run a function in a child process, and return its result.
+    """Run a function, `module:function`, in a child process, and return its result.
 
-    The processes that the function started end with it, except those in sessions of their own.
-
-    Args:
-        task: the function, as `module:function`.
-        arguments: its keyword arguments; they and the result must be JSON.
-        seconds: the time limit.
-        quiet: whether the child's output is discarded.
-
-    Raises:
-        LoadError: the function raised, the child died, or it took too long.
+    Its keyword arguments and the result are JSON; its output is discarded if `quiet`. The processes
+    that it started end with it, except those in sessions of their own. Raises LoadError if it
+    raises, dies or takes longer than `seconds`.
     """
     output = subprocess.DEVNULL if quiet else 2  # not the command's own output
     # The child reads its arguments from this file, and replaces them by its answer. It has no name:

@@ -37,18 +37,13 @@ class InstanceState(IntEnum):
 
 
 class Identity(NamedTuple):
-    """The identity of an instance.
-
-    Attributes:
-        limit_ms: the time limit of one call of the model; None: no limit.
-        copied: whether the model's folder is a temporary copy made by Triton.
-    """
+    """The identity of an instance."""
 
     pid: int
     model: str
     instance: str
-    limit_ms: int | None
-    copied: bool = False
+    limit_ms: int | None  # of one call of the model
+    copied: bool = False  # the model's folder is a temporary copy made by Triton
 
 
 class Status(NamedTuple):
