@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import instances
 import living
 import models
 import numpy as np
@@ -24,7 +25,7 @@ from tritonclient.utils import InferenceServerException
 
 import torch_py_backend
 from torch_py_backend import LocalServer
-from torch_py_backend.errors import InputError, ToolError
+from torch_py_backend.errors import InputError
 
 _HALVES = scenarios.Scenario(
     "half",
@@ -109,38 +110,6 @@ def test_values_that_do_not_fit_are_refused(server: LocalServer) -> None:
         server.infer("module", [[1.0, 2.0]])
 
 
-def _repository(folder: Path, *names: str) -> Path:
-    for name in names:
-        next(one for one in scenarios.TABLE if one.name == name).lay_out(folder)
-    return folder
-
-
-def test_model_that_does_not_load(tmp_path: Path) -> None:
-    """The error is the server's own sentence, and nothing is left running."""
-    repository = _repository(tmp_path / "models", "function", "syntax_error")
-    before = set(living.descendants(os.getpid()))
-    says = "^model 'syntax_error' stays down: model.py fails at SyntaxError: .*$"
-    with pytest.raises(ToolError, match=says), torch_py_backend.serve(repository):
-        pass
-    assert living.all_end(set(living.descendants(os.getpid())) - before)
-
-
-def test_log_of_a_server_that_ends(tmp_path: Path) -> None:
-    """Triton's log, which the message names, is kept; nothing else is."""
-    repository = _repository(tmp_path / "models", "function")
-    (tmp_path / "temporary").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-        with (
-            pytest.raises(ToolError, match="its log says more: ") as error,
-            torch_py_backend.serve(repository, arguments=["--nonsense"]),
-        ):
-            pass
-    log = Path(str(error.value).rpartition(": ")[2].rstrip("."))
-    assert list((tmp_path / "temporary").iterdir()) == [log]
-    assert "nonsense" in log.read_text()
-
-
 # A process that a shell started in the background ignores Ctrl-C, and so do its children.
 _SCRIPT = """
 import signal
@@ -164,10 +133,10 @@ def test_the_end_of_the_process_ends_the_server(
     number: signal.Signals, processes: int, tmp_path: Path
 ) -> None:
     """Ctrl-C and a death do, however far it has started; no file is left after Ctrl-C."""
-    repository = _repository(tmp_path / "models", "function")
+    instances.named("function").lay_out(tmp_path / "models")
     (tmp_path / "temporary").mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", _SCRIPT, str(repository)],
+        [sys.executable, "-c", _SCRIPT, str(tmp_path / "models")],
         stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
     ) as process:  # fmt: skip

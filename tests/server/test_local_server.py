@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command_line import fake_tritonserver
 from tritonclient.grpc import InferInput
 from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
@@ -86,18 +88,42 @@ def test_before_the_start() -> None:
     server.stop()
 
 
+def _run(monkeypatch: pytest.MonkeyPatch, run: Callable[..., object]) -> None:
+    monkeypatch.setattr(serving, "run", lambda *arguments, **_: run(*arguments[3:]))
+
+
 def test_stopped_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another thread, as a notebook may call stop()."""
     server = LocalServer(tmp_path, allow_empty=True)
 
-    def run(*arguments: Any, **_: object) -> None:
+    def run(_: object, is_over: Callable[[], bool]) -> None:
         threading.Thread(target=server.stop).start()
-        while not arguments[-1]():
+        while not is_over():
             time.sleep(0.01)
 
-    monkeypatch.setattr(serving, "run", run)
+    _run(monkeypatch, run)
     with pytest.raises(ToolError, match="stopped during its start"):
         server.start()
+
+
+def test_a_model_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the server's own sentence."""
+    reasons = {"a": "", "b": "stays down: no luck"}
+    _run(monkeypatch, lambda on_loaded, _: on_loaded(reasons))
+    with pytest.raises(ToolError, match=r"^model 'b' stays down: no luck\.$"):
+        LocalServer(tmp_path, allow_empty=True).start()
+
+
+def test_the_log_of_a_server_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's log, which the message names, is kept; nothing else is."""
+    triton = fake_tritonserver(tmp_path / "triton", "#!/bin/sh\necho nonsense\nexit 3\n")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    with pytest.raises(ToolError, match="its log says more: ") as error:
+        LocalServer(tmp_path, allow_empty=True, tritonserver=triton).start()
+    log = Path(str(error.value).rpartition(": ")[2].rstrip("."))
+    assert list((tmp_path / "temporary").iterdir()) == [log]
+    assert log.read_text() == "nonsense\n"
 
 
 def test_events_are_printed_on_a_terminal_only(
