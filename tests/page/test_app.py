@@ -70,8 +70,8 @@ def test_paths(path: str, status: int, body: object, probed: Probed) -> None:
 @pytest.mark.parametrize(
     ("snapshot", "reason"),
     [
-        (Snapshot(_MODELS, "no answer"), "no answer"),
-        (Snapshot({}, "starting"), "starting"),
+        (Snapshot(_MODELS, "no answer", {}), "no answer"),
+        (Snapshot({}, "starting", {}), "starting"),
     ],
 )
 def test_problems_of_the_whole_server(snapshot: Snapshot, reason: str, probed: Probed) -> None:
@@ -82,7 +82,7 @@ def test_problems_of_the_whole_server(snapshot: Snapshot, reason: str, probed: P
 
 
 def test_a_server_that_stops_is_live_and_not_ready(probed: Probed) -> None:
-    probed.snapshot = Snapshot({"a": ""}, "")
+    probed.snapshot = Snapshot({"a": ""}, "", {})
     assert probed.get("/ready") == (200, {"ready": True})
     probed.page.stopping = True
     stopping = {"ready": False, "reason": "the server is being stopped"}

@@ -19,9 +19,8 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -43,8 +42,7 @@ _SILENT = logging.getLogger(f"{__name__}.connections")
 _SILENT.disabled = True
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """The readiness of all models at one moment.
 
     Attributes:
@@ -54,8 +52,8 @@ class Snapshot:
     """
 
     models: Mapping[str, str]
-    problem: str = ""
-    warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    problem: str
+    warnings: Mapping[str, Sequence[str]]
 
 
 class Page:

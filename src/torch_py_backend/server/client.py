@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -46,8 +46,7 @@ _NOISE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelState:
+class ModelState(NamedTuple):
     """The state of a model in Triton's repository index.
 
     Attributes:

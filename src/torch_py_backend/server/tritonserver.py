@@ -33,7 +33,6 @@ _LAUNCH = (
 # Triton waits this long for models in use before it exits. A little later it is killed.
 EXIT_SECONDS = 30
 _GRACE_SECONDS = 5
-_POLL_SECONDS = 0.05
 # Of the server's own start: other errors, such as a GPU that is missing, do not end it.
 _ERROR = (
     r"^(?:E\d{4} .* (?:main|tritonserver)\.cc:\d+\] \"?(.*?)\"?|error: (.+)"
@@ -180,7 +179,7 @@ class Server:
             self.check_running()
             with contextlib.suppress(OSError):
                 return self.client.models()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.05)
         return {}
 
     def stop(self) -> None:
