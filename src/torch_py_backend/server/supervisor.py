@@ -194,7 +194,6 @@ class Supervisor:
             model.since = self.clock()
         model.phase, model.reason, model.death = phase, reason, ""
         if phase is not Phase.SERVING:
-            model.warnings = []
             self.monitor.disregard(model.name)  # these processes have to end anyway
 
     def _serve(self, model: ModelRecord, text: str = "") -> None:
@@ -247,14 +246,13 @@ class Supervisor:
             self.on_event(Event("FAILED", model.name, error))
         elif not error and not model.death:
             self._serve(model, "reloaded" if model.phase is Phase.SERVING else "")
-        elif not error:
-            self._retry(model, model.death)
-            model.call = self.client.unload(model.name)
         elif call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             reason = f"its load took longer than {self.load_seconds:g} s (--load-timeout)"
             self._give_up(model, "GIVEN UP", reason)
         elif model.death or model.attempts or _DEAD in error:
             self._retry(model, model.death or error)
+            if not error:
+                model.call = self.client.unload(model.name)
         else:
             self._give_up(model, "FAILED", error)
 
