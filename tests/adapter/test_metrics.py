@@ -63,11 +63,6 @@ class Narrow(nn.Module):
 
 
 _NARROW = Scenario("narrow", scenarios.python(Narrow), scenarios.x_to_y(4, WARMUP="false"))
-_UNBATCHED = Scenario(
-    "unbatched",
-    scenarios.python(models.Negate),
-    scenarios.config({"x": [1, 4]}, {"y": [1, 4]}, max_batch_size=0),
-)
 _RARE = (
     "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n"
     "    raise CallError('other', 'it is not there', code='NOT_FOUND')\n"
@@ -93,7 +88,6 @@ _GROWING = [[request(1), request(1, rows=2)], [request(1, rows=5)]]
         # [1 2], [-1 4], and [-1], [4]
         pytest.param(judge(), _FAILING, {"OK": 3, "INTERNAL": 1}, {"": 6}, id="retries"),
         pytest.param(_NARROW, _GROWING, {"OK": 2, "UNAVAILABLE": 1}, {"": 3}, id="memory"),
-        pytest.param(_UNBATCHED, [[request(1)]], {"OK": 1}, {}, id="no rows"),
         # An error of another model may have any code: its series is created on demand.
         pytest.param(_CALLS, [[request(1)]], {"NOT_FOUND": 1}, {}, id="a rare code"),
     ],
@@ -216,10 +210,9 @@ def test_triton_that_refuses_values(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_published_series_are_those_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models publish each row of the table, with its kind and labels, and no other."""
+    """A model publishes each row of the table, with its kind and labels, and no other."""
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10)])
-    for scenario in (streamed.TABLE[0].scenario, named("state_oldest")):
-        load(tmp_path, scenario)
+    load(tmp_path, judge())
     rows = {row.name: row for row in metrics.TABLE}
     assert MetricFamily.made.keys() == rows.keys()
     for name, series in MetricFamily.made.items():

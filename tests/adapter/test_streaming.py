@@ -146,18 +146,6 @@ def test_the_stream_of_a_client_that_leaves_is_closed_and_its_memory_free(
     until(partial(_free, inputs))
 
 
-def test_a_stream_that_never_begins_gets_a_final_response(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "_POLL_S", 0)
-    served = Served(tmp_path, _model(_ENDLESS))
-    late = served.request(_X)
-    late.sender.cancelled = True
-    served.model.execute([late])
-    assert ended(late)[-1].error().code() == fake_triton.TritonError.CANCELLED
-    until(lambda: _live() == 0)
-
-
 def test_a_stream_that_has_ended_is_not_checked(tmp_path: Path) -> None:
     """A poll between the end of a stream and of its task does not query Triton, which would die."""
     served = Served(tmp_path, _model(_ENDLESS))
@@ -264,7 +252,7 @@ def test_the_end_of_an_instance_ends_its_streams_with_503(tmp_path: Path) -> Non
 def test_the_end_of_an_instance_whose_thread_has_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread begins with the instance's device."""
+    """A request before it has begun is answered. The thread begins with the instance's device."""
     closing, prepared = threading.Event(), []
 
     def begin_late(device: torch.device) -> None:
@@ -276,8 +264,11 @@ def test_the_end_of_an_instance_whose_thread_has_not_begun(
     served = Served(tmp_path, _model(_ENDLESS))
     start: Any = served.model._answer
     streams = start.__self__
+    request = served.request(_X)
+    served.model.execute([request])
     threading.Timer(0.2, closing.set).start()
     served.model.finalize()
+    assert request.sender.ended.is_set()
     assert prepared == ["cpu"]
     assert not streams._thread.is_alive()
     assert streams._loop.is_closed()

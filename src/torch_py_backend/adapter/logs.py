@@ -32,16 +32,13 @@ def end_if_orphaned() -> None:
 
 
 class LogHandler(logging.Handler):
-    """Passes records to Triton's logger, with the model's name before them.
+    """Passes records to Triton's logger.
 
     Attributes:
         warnings: the first line of each warning; None: they are not collected.
     """
 
-    def __init__(self, model: str) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter(f"model '{model}': %(message)s"))
-        self.warnings: list[str] | None = []
+    warnings: list[str] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.warnings is not None and record.levelno >= logging.WARNING:
@@ -57,9 +54,11 @@ class LogHandler(logging.Handler):
 
 
 def install(model: str) -> LogHandler:
-    """Send this package's records to Triton's logger only."""
+    """Send this package's records to Triton's logger only, with the model's name before them."""
     package = logging.getLogger("torch_py_backend")
-    handler = LogHandler(model)
+    handler = LogHandler()
+    handler.setFormatter(logging.Formatter(f"model '{model}': %(message)s"))
+    handler.warnings = []
     package.handlers = [handler]
     package.setLevel(logging.INFO)
     package.propagate = False
