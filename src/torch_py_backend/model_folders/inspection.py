@@ -69,7 +69,7 @@ def inspect(
     engine = load_warm(settings)
     compiled = ""
     if engine.compiles:
-        source = " of the compile cache" if "hit" in engine.counts.compile_cache else ""
+        source = " of the compile cache" if engine.counts.compile_cache["hit"] else ""
         graphs = counted(engine.counts.compiled_graphs, "graph")
         compiled = f"{graphs}{source}; the load took {time.monotonic() - began:.1f} s"
     if reference is not None:
