@@ -170,7 +170,6 @@ def raw(content: bytes) -> _Writer:
 
 _STATE = models.Affine().state_dict()
 CONTENTS: dict[str, tuple[_Writer, ArtifactType]] = {
-    "code alone": (archive("data.pkl", "code/__torch__.py"), ArtifactType.TORCHSCRIPT),
     "constants": (archive("data.pkl", "constants.pkl"), ArtifactType.TORCHSCRIPT),
     "extra files": (
         lambda path: torch.jit.save(
@@ -182,7 +181,6 @@ CONTENTS: dict[str, tuple[_Writer, ArtifactType]] = {
         lambda path: torch.save(_STATE, path, _use_new_zipfile_serialization=False),
         ArtifactType.WEIGHTS,
     ),
-    "empty": (raw(b""), ArtifactType.UNKNOWN),
     "other zip": (archive("notes.txt"), ArtifactType.UNKNOWN),
     "safetensors": (lambda path: safetensors.torch.save_file(_STATE, path), ArtifactType.WEIGHTS),
     # A package may hold its program, too.

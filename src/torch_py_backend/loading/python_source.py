@@ -58,7 +58,8 @@ def _make_importable(folder: Path) -> None:
     Triton's stub imports the backend's file as `model`. It is removed from sys.modules, because the
     folder may have a `model` of its own.
     """
-    stub = getattr(sys.modules.get("model"), "__file__", None)
+    model = sys.modules.get("model")
+    stub = getattr(model, "__file__", None)
     if stub is not None and not Path(stub).is_relative_to(folder):
         del sys.modules["model"]
     sys.path.insert(0, str(folder))
@@ -139,8 +140,9 @@ def construct(config: ModelConfig, artifact: Artifact) -> tuple[Any, bool]:
         os.environ["HF_HUB_OFFLINE"] = "1"
         _make_importable(config.version_folder)
         factory = call(path, name, partial(pkgutil.resolve_name, name))
+        reads_folder = hasattr(factory, "from_pretrained")
         for folder in (config.version_folder, config.folder):
-            if hasattr(factory, "from_pretrained") and (folder / "config.json").is_file():
+            if reads_folder and (folder / "config.json").is_file():
                 keywords = {"local_files_only": True, **keywords}
                 build = partial(factory.from_pretrained, str(folder), **keywords)
                 return call(path, name, build, _KEYWORDS), True
