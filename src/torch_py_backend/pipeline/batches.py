@@ -53,12 +53,11 @@ def grouped(
 ) -> list[tuple[Sequence[int], Items]]:
     """Return the items with equal keys together, behind their places among the entries."""
     items: list[Any] = [entry for entry in entries if not isinstance(entry, BackendError)]
-    keys = list(keys_of(items))
-    if len(items) == len(entries) and len(set(keys)) == 1:  # most batches
-        return [(range(len(items)), items)]
+    if len(items) == len(entries) and (len(items) == 1 or len(set(keys_of(items))) == 1):
+        return [(range(len(items)), items)]  # most batches
     places = [place for place, entry in enumerate(entries) if not isinstance(entry, BackendError)]
     groups: dict[Hashable, tuple[list[int], list[Item]]] = {}
-    for key, place, item in zip(keys, places, items, strict=True):
+    for key, place, item in zip(keys_of(items), places, items, strict=True):
         members = groups.setdefault(key, ([], []))
         members[0].append(place)
         members[1].append(item)

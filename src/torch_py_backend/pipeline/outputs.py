@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
@@ -243,9 +243,11 @@ def to_value(name: str, part: object) -> Value:
     """
     if isinstance(part, Tensor):
         kind = type(part)
+        operators = kind.__torch_function__ is not nn.Parameter.__torch_function__  # which has none
         wraps = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-        # Operators of its own are all that another subclass adds.
-        return part if kind is Tensor or wraps else part.as_subclass(Tensor)
+        if kind is not Tensor and operators and not wraps:  # they are all that it adds
+            return part.as_subclass(Tensor)
+        return part
     if isinstance(part, np.ndarray | np.generic) and part.dtype.kind not in "OUS":
         # torch takes neither negative strides nor, without a warning, read-only memory.
         return torch.from_numpy(np.require(part, requirements=["C", "W"]))
