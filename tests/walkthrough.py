@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import command_line
 import documentation
 import typer
 from documentation import PRINTS, ROOT, Block
@@ -128,7 +129,7 @@ class _Reader:
         if name == "torch-py-backend" and arguments[0] == "serve":
             return self._serve(block, arguments)
         if name == "torch-py-backend" and arguments[0] in ("init", "check"):
-            return self._run(block, sys.executable, "-c", _APP, *arguments)
+            return _checked(block, command_line.run(*arguments, cwd=self._folder))
         if name == "curl":
             return _curl(block, arguments)
         if name == "pytest":
@@ -142,13 +143,7 @@ class _Reader:
             command, cwd=self._folder, env=_environment(), text=True,
             capture_output=True, check=False, timeout=_SECONDS,
         )  # fmt: skip
-        told = f"{block.place}: {shlex.join(command)}\n{done.stdout}{done.stderr}"
-        if "check" in command:  # also says what is wrong with the machine
-            assert "OK      " in done.stdout, told
-            assert "FAILED" not in done.stdout, told
-        else:
-            assert done.returncode == 0, told
-        return done.stdout
+        return _checked(block, done)
 
     def _serve(self, block: Block, arguments: Sequence[str]) -> str:
         """Start it, and wait until it serves; it is stopped before another one."""
@@ -182,6 +177,17 @@ class _Reader:
         return _URL.sub(
             lambda found: self._addresses.get(_SERVICES.get(found[1], ""), found[0]), text
         )
+
+
+def _checked(block: Block, done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a command printed, which has ended as it should."""
+    told = f"{block.place}: {shlex.join(done.args)}\n{done.stdout}{done.stderr}"
+    if "check" in done.args:  # also says what is wrong with the machine
+        assert "OK      " in done.stdout, told
+        assert "FAILED" not in done.stdout, told
+    else:
+        assert done.returncode == 0, told
+    return done.stdout
 
 
 def _curl(block: Block, arguments: Sequence[str]) -> str:

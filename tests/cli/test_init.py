@@ -261,30 +261,6 @@ def test_caches_of_decoders(name: str) -> None:
     assert artifact_files.pretrained_kwargs(["input_ids", name]) == {"use_cache": False}
 
 
-def test_names_and_dims_of_the_model_are_in_the_config(tmp_path: Path) -> None:
-    """Tensors may have any name, and one value for each row."""
-    source = """
-from torch import ones
-
-
-def forward(inputs: dict):
-    return {name + "!": value for name, value in inputs.items()}
-
-
-def example_inputs():
-    return {'quote "x"': ones(2, 4), "back\\\\slash": ones(2, 3), "größe": ones(2)}
-"""
-    scenarios.text(source, "net.py")(tmp_path)
-    _init(tmp_path, "net.py")
-    document = pbtxt.read(tmp_path / "net")
-    names = ['quote "x"', "back\\slash", "größe"]
-    assert [entry["name"] for entry in document["input"]] == names
-    assert [entry["name"] for entry in document["output"]] == [f"{name}!" for name in names]
-    for role in ("input", "output"):
-        assert [entry["dims"] for entry in document[role]] == [[4], [3], [1]]
-        assert [entry.get("reshape") for entry in document[role]] == [None, None, {"shape": []}]
-
-
 def _archive(path: Path | io.BytesIO, files: dict[str, bytes], **model: str) -> None:
     """Write an archive as torch-model-archiver does."""
     manifest = {"modelName": "net", "handler": "base_handler", "serializedFile": "net.pt"} | model
