@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import living
+import numpy as np
 import psutil
 import pytest
+import torch
 import tritonclient.grpc
-from scenarios import Scenario, text, x_to_y
+from scenarios import Scenario, config, text, x_to_y
 from supervised import Steady, Supervised, regions, serve, until
+from torch.utils import benchmark
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.processes.instance_status import InstanceState
@@ -62,6 +65,23 @@ output [{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] }]
 ensemble_scheduling { step [{ model_name: "victim" model_version: -1
   input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } }] }
 """
+# Products of matrices of ones over their size, which a package calls with the GIL held.
+_PACKAGED = """
+from torch import nn
+
+class Packaged(nn.Module):
+    def forward(self, x):
+        ones = x[:, None] * x / x.shape[0]
+        for _ in range(4):
+            ones = ones @ ones
+        return ones.sum(1)
+"""
+_PACKAGE = config(
+    {"x": [-1]},
+    {"y": [-1]},
+    max_batch_size=0,
+    parameters={"OPTIMIZE": "aoti", "NUM_THREADS": "1", "EXECUTION_TIMEOUT_MS": "60000"},
+)
 # Warm: the first call of a process may take as long as the limit on a busy machine.
 _TWO_LIMITED = x_to_y(EXECUTION_TIMEOUT_MS="2000").replace("count: 1", "count: 2")
 
@@ -79,6 +99,7 @@ _MODELS = (
     _model("limited", config=_TWO_LIMITED),
     _model("changed", config=x_to_y() + "version_policy { all {} }\n"),
     _model("slow", built="time.sleep(3)"),
+    Scenario("packaged", text(_PACKAGED), _PACKAGE),
     _model("dies_in_init", built="os._exit(4)"),
     _model("refused", imported="raise ValueError('no luck')"),
 )
@@ -236,6 +257,21 @@ def test_two_deaths_at_once_and_a_server_that_does_not_answer(served: Supervised
     until(lambda: served.ask("/live") == (200, {"live": True}), served)
     assert _answers(served, "steady")
     assert not re.search("^(DOWN|RELEASED) +(steady|victim)", served.text, re.MULTILINE)
+
+
+def test_a_call_that_holds_the_gil_for_seconds_is_no_hang(served: Supervised) -> None:
+    square = torch.ones(1024, 1024)
+    timer = benchmark.Timer("square @ square", globals={"square": square}, num_threads=1)
+    products = 8 / timer.blocked_autorange().median
+    size = int(1024 * (products / 4) ** (1 / 3))
+    old = served.stubs("packaged")
+    with _undisturbed(served), tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+        x = tritonclient.grpc.InferInput("x", [size], "FP32")
+        x.set_data_from_numpy(np.ones(size, np.float32))
+        y = client.infer("packaged", [x], client_timeout=120).as_numpy("y")
+    np.testing.assert_allclose(y, 1, rtol=1e-3)
+    assert served.stubs("packaged") == old
+    assert "packaged" not in served.text
 
 
 def test_a_crash_loop_is_given_up(served: Supervised) -> None:
