@@ -62,12 +62,7 @@ _OUT = "sum FP32 {0}-1, 4]; OUTPUT__3 BOOL {0}1]; OUTPUT__4 BF16 {0}-1, 4]"
     [
         ({}, "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]", _OUT.format("["), 64),
         # Without a batch dimension, if the inputs are listed.
-        (
-            {"input": _LISTED},
-            "x FP32 [-1, -1, 4]",
-            _OUT.format("[-1, "),
-            0,
-        ),
+        ({"input": _LISTED}, "x FP32 [-1, -1, 4]", _OUT.format("[-1, "), 0),
     ],
     ids=["batch", "listed"],
 )

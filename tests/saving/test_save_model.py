@@ -283,12 +283,7 @@ _MODULE = {"format": "module"}
     [
         (models.Affine(), {"example_inputs": None}, SaveError, "is a NoneType; expected valid"),
         (models.Affine(), {"example_inputs": _X[:, :2]}, RuntimeError, "mat1 and mat2"),
-        (
-            saved.Nested(),
-            {"example_inputs": _FLOAT},
-            SaveError,
-            r"\[bias\]' .* is a float",
-        ),
+        (saved.Nested(), {"example_inputs": _FLOAT}, SaveError, r"\[bias\]' .* is a float"),
         (saved.Total(), {"max_batch_size": 4}, LoadError, "output 'OUTPUT__0' is float32"),
         (models.Affine(), {"hooks": models.Measure}, SaveError, "expected a dict of the inputs"),
         (models.Affine(), _HOOKED | {"hooks": type("Own", (), {})}, SaveError, "file and import"),
