@@ -278,9 +278,8 @@ def _sequencing(document: Document) -> SequenceConfig | None:
 
 def _control(entry: Document) -> TensorSpec:
     name, (control, *_) = entry["name"], entry["control"]
-    data_type = next(
-        (_BOOLEANS[key] for key in _BOOLEANS if control.get(key)), control["data_type"]
-    )
+    listed = control.get("data_type", "")
+    data_type = next((_BOOLEANS[key] for key in _BOOLEANS if control.get(key)), listed)
     dtype = dtypes.parse(f"the control input '{name}'", data_type)
     return TensorSpec(name, dtype, (1,), origin=Origin.CONTROL)
 
