@@ -34,14 +34,6 @@ def captures(config: ModelConfig) -> bool:
     )
 
 
-def progress() -> tuple[int, int, int]:
-    """Return how many graphs this process has, and how many were in inductor's cache or not."""
-    counters = torch._dynamo.utils.counters
-    graphs, cache = counters["stats"]["unique_graphs"], counters["inductor"]
-    missing = cache["fxgraph_cache_miss"] + cache["fxgraph_cache_bypass"]
-    return graphs, cache["fxgraph_cache_hit"], missing
-
-
 class Compiled:
     """A model that compiles a graph for new shapes until it is sealed.
 
@@ -115,6 +107,12 @@ class Compiled:
         """
         torch.compiler.set_stance("eager_on_recompile")
         self._counts = counts
+        counters = torch._dynamo.utils.counters
+        counts.compiled_graphs, cache = counters["stats"]["unique_graphs"], counters["inductor"]
+        if cache["fxgraph_cache_miss"] + cache["fxgraph_cache_bypass"]:
+            counts.compile_cache["miss"] = 1
+        elif cache["fxgraph_cache_hit"]:
+            counts.compile_cache["hit"] = 1
         return self._call
 
     def _begin_step(self, *args: object, **kwargs: object) -> Tree:

@@ -168,9 +168,6 @@ class Engine:
         else:
             with compilation.cached(self.config):
                 yield
-            counts.compiled_graphs, hits, misses = compilation.progress()
-            if hits or misses:
-                counts.compile_cache["miss" if misses else "hit"] = 1
             forward = self._compiled.seal(counts)
         self.failures.reset()
         self.counts = counts  # without those of the warm-up
