@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import LoadError, SaveError, ToolError
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.processes import child_process
-from torch_py_backend.saving import image_hooks
+from torch_py_backend.saving import image_hooks, module_files
 from torch_py_backend.values import ANY_ROWS
 
 transformers = pytest.importorskip("transformers")
@@ -247,13 +248,52 @@ def test_hooks_of_the_user_read_the_tokenizer_from_the_folder(tmp_path: Path) ->
     assert {entry["name"] for entry in document["output"]} == {"label", "share"}
 
 
-def test_model_without_a_tokenizer_takes_tokens_and_returns_no_cache(tmp_path: Path) -> None:
-    tokens = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
-    shapes = {"input_ids": {1: Dim("length")}}
+_SCRIPT = """
+from collections import Counter as Counts
+
+import torch
+
+LIMIT = 3
+
+
+class Letters:
+    def preprocess(self, text: str):
+        return torch.tensor([len(Counts(text[:9]))])
+
+
+class Limited(Letters):
+    def preprocess(self, text: str):
+        return super().preprocess(text[:LIMIT])
+"""
+
+
+def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    loader = SourceFileLoader("__main__", str(tmp_path / "script.py"))
+    script = importlib.util.module_from_spec(ModuleSpec("__main__", loader, origin=loader.path))
+    script.__file__ = loader.path
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    loader.exec_module(script)
+    with pytest.raises(SaveError, match=r"Limited uses '(LIMIT|Letters)', which is defined in"):
+        module_files.write_beside(tmp_path, script.Limited, {})
+    module_files.write_beside(tmp_path, script.Letters, {})
+    scope: dict[str, Any] = {}
+    exec((tmp_path / "hooks.py").read_text(), scope)
+    assert scope["Hooks"]().preprocess("abba") == 2
+
+
+def test_model_without_a_tokenizer_takes_tokens_of_any_number_and_returns_no_cache(
+    tmp_path: Path,
+) -> None:
+    ids = torch.ones(2, 5, dtype=torch.long)
+    tokens = {"input_ids": ids, "attention_mask": ids}
     settings = {"vocab_size": 9, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
-    document = _saved(tmp_path, model, example_inputs=tokens, dynamic_shapes=shapes)
-    assert _tensors(document, "input") == {"input_ids": [-1]}
+    document = _saved(tmp_path, model, example_inputs=tokens)
+    assert _tensors(document, "input") == {"input_ids": [-1], "attention_mask": [-1]}
+    assert [entry["optional"] for entry in document["input"]] == [False, True]
     assert _tensors(document, "output") == {"logits": [-1, 9]}
 
 

@@ -36,6 +36,7 @@ from torch_py_backend.values import Item, Value
 
 # The max_batch_size of a model that takes any number of rows.
 DEFAULT_BATCH_SIZE = 8
+# A larger limit in an exported program stands for "any number of rows".
 _MAX_BATCH_SIZE = 4096
 _EXAMPLE = (
     f"{example_inputs.NAME}.safetensors in the version folder, or a function"
@@ -81,11 +82,13 @@ def describe(
         inputs, outputs, batched = _try(
             config, document, loaded, hooks or Hooks(), device, batched=batched
         )
-    size = min(loaded.rows.most or DEFAULT_BATCH_SIZE, _MAX_BATCH_SIZE) if batched else 0
+    most = loaded.rows.most
+    if most is None or most > _MAX_BATCH_SIZE:
+        most = DEFAULT_BATCH_SIZE
     inferred = {
         "input": entries(inputs, batched=batched),
         "output": entries(*outputs, batched=batched),
-        "max_batch_size": size,
+        "max_batch_size": most if batched else 0,
     }
     return inferred | {key: document[key] for key in inferred if document.get(key)}
 

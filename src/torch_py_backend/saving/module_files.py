@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import shutil
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 import safetensors.torch
@@ -24,6 +28,7 @@ from torch_py_backend.signature import introspection
 from torch_py_backend.values import Item
 
 Format: TypeAlias = Literal["module", "export", "aoti"]
+_CURE = "Put the class and what it uses into a .py file and import it."
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -38,12 +43,15 @@ def write_source(
     """Write the class and its weights; return the options of the model."""
     folder.mkdir(parents=True)
     name = type(module).__name__
+    options: JsonObject = {"MODEL_KWARGS": kwargs} if kwargs else {}
     if is_pretrained(module):
-        for part in filter(None, (module, processor)):
-            part.save_pretrained(folder)
+        module.save_pretrained(folder)
+        if processor is not None:
+            processor.save_pretrained(folder)
         names = introspection.from_function(module.forward).named
-        kwargs = {**artifact_files.pretrained_kwargs(names), **kwargs}
-        return {"MODEL_FACTORY": f"transformers:{name}", "MODEL_KWARGS": kwargs}
+        if kwargs := {**artifact_files.pretrained_kwargs(names), **kwargs}:
+            options["MODEL_KWARGS"] = kwargs
+        return {"MODEL_FACTORY": f"transformers:{name}", **options}
     _write_class(folder, "model", type(module))
     # Of tied weights, the file has one.
     state = {id(value): (key, value) for key, value in module.state_dict(keep_vars=True).items()}
@@ -53,20 +61,26 @@ def write_source(
         # A file has no views.
         weights[key] = weight.clone() if value._is_view() else weight  # noqa: SLF001  no public name
     safetensors.torch.save_file(weights, folder / "model.safetensors")
-    return {"MODEL_CLASS": name} | ({"MODEL_KWARGS": kwargs} if kwargs else {})
+    return {"MODEL_CLASS": name, **options}
 
 
 def _write_class(folder: Path, stem: str, value: type) -> None:
-    """Write the import of a class into model.py or hooks.py, where the class of hooks is `Hooks`.
+    """Write a class into model.py or hooks.py, where the class of hooks is `Hooks`: its import.
 
     The files of a module that is not installed are copied; one of them may have that name itself.
+    A class of hooks in a script or notebook is written out.
     """
     module, name = value.__module__, value.__name__
+    served = "Hooks" if stem == "hooks" else name
+    path = folder / f"{stem}.py"
+    if stem == "hooks" and value is getattr(sys.modules["__main__"], name, None):
+        path.write_text(f"{_source(value)}\n\n{served} = {name}\n", encoding="utf-8")
+        return
     if module == "__main__" or getattr(sys.modules[module], name, None) is not value:
         raise SaveError(
             f"{value.__qualname__} cannot be imported: it is defined in a script, a notebook or a"
             " function",
-            cure="Put the class and what it uses into a .py file and import it.",
+            cure=_CURE,
         )
     source = Path(sys.modules[module].__file__ or "").absolute()
     in_packages = not {"site-packages", "dist-packages"}.isdisjoint(source.parts)
@@ -76,14 +90,32 @@ def _write_class(folder: Path, stem: str, value: type) -> None:
         for place, file in discovery.imported(root, parts[0]).items():
             (folder / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, folder / place)
-    served = "Hooks" if stem == "hooks" else name
     alias = f" as {served}" if served != name else ""
     line = f"from {module} import {name}{alias}\n"
     if module == stem:  # which does not import itself
         line = alias and f"\n\n{served} = {name}\n"
-    path = folder / f"{stem}.py"
     own = path.read_text(encoding="utf-8").rstrip() + "\n" if path.exists() else ""
     path.write_text(own + line, encoding="utf-8")
+
+
+def _source(value: type) -> str:
+    """Return the source of a class in a script or notebook, after the imports of what it uses."""
+    text = textwrap.dedent(inspect.getsource(value))
+    names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    script = vars(sys.modules["__main__"])
+    lines = []
+    for name in sorted({node.id for node in names} & script.keys() - stored - {value.__name__}):
+        used = script[name]
+        module, attribute = getattr(used, "__module__", None), getattr(used, "__name__", "")
+        if isinstance(used, ModuleType):
+            lines.append(f"import {attribute} as {name}\n")
+        elif module not in (None, "__main__") and hasattr(sys.modules[module], attribute):
+            lines.append(f"from {module} import {attribute} as {name}\n")
+        else:
+            problem = f"{value.__name__} uses '{name}', which is defined in the script"
+            raise SaveError(problem, cure=_CURE)
+    return "".join([*lines, "\n\n", text])
 
 
 def write_program(

@@ -16,7 +16,7 @@ from torch import nn
 from torch_py_backend.config import pbtxt, removed_names
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError, a_type, about, summarize
-from torch_py_backend.model_folders import creation
+from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.examples import Example
 from torch_py_backend.saving.module_files import Format
@@ -105,6 +105,11 @@ def save_model(
                 example = examples.from_arguments(
                     module, example_inputs, max_batch_size, dynamic_shapes
                 )
+                if format in (None, "module") and module_files.is_pretrained(module):
+                    config: Any = module.config
+                    tokens = artifact_files.pretrained_inputs(config.to_dict(), [*example.item])
+                    if [entry["name"] for entry in tokens] == [*example.item]:
+                        example.config["input"] = tokens  # of any number
             on_gpu = any(weight.is_cuda for weight in module.parameters())
             group = {"kind": "KIND_GPU" if on_gpu else "KIND_CPU", "count": 1}
             document = {**pbtxt.read(folder), **example.config, "instance_group": [group]}
