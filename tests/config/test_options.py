@@ -126,10 +126,12 @@ def test_rejected_entry_with_its_cause(key: str, text: str, message: str) -> Non
     [("NUM_THREADS", "INTRA_OP_THREAD_COUNT"), ("NUM_INTEROP_THREADS", "INTER_OP_THREAD_COUNT")],
 )
 def test_two_keys_of_one_option(key: str, alias: str) -> None:
-    """As in LibTorch, a count of 0 or less is unset."""
+    """Both keys may have the same value; as in LibTorch, a count of 0 or less is unset."""
     for parameters in ({alias: "3"}, {key: "3", alias: "3"}, {key: "3", alias: "-1"}):
         assert getattr(parsed(**parameters), key.lower()) == 3
     assert parsed(**{alias: "0"}) == Options()
+    with pytest.raises(ConfigError, match=f"{alias} and another name of {key} contradict"):
+        parsed(**{key: "3", alias: "4"})
 
 
 @pytest.mark.parametrize(

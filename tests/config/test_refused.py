@@ -21,6 +21,7 @@ _OPTIONS: dict[str, dict[str, str]] = {
     "shared": {"ENABLE_WEIGHT_SHARING": "true"},
     "freeze": {"OPTIMIZE": "freeze"},
     "profile": {"PROFILE_DIR": "traces"},
+    "both types": {"OPTIMIZE": "bf16,fp16"},
     "class and factory": {"MODEL_CLASS": "Net", "MODEL_FACTORY": "make"},
 }
 _X: dict[str, Any] = {"name": "x", "data_type": "TYPE_FP32", "dims": [4]}
@@ -63,6 +64,7 @@ def _named(settings: str, kind: str = "CPU", *, complete: bool = True) -> ModelC
 _CONFLICTS = {
     "stream + sequences": "sequence_batching is set, and the model is decoupled",
     "class and factory": "MODEL_CLASS is set, and MODEL_FACTORY is set",
+    "both types": "OPTIMIZE asks for bf16, and OPTIMIZE asks for fp16",
     "pad + state": "PAD is set, and a state of sequence_batching has dims of -1",
     "buckets + unbatched": "BATCH_BUCKETS is set, and max_batch_size is 0",
     "pad + unbatched": "PAD is set, and max_batch_size is 0",
@@ -103,6 +105,7 @@ def test_accepted_combination(kind: str, settings: str) -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
+        ({"cc_model_filenames": {"8.0": "a.pt"}}, "cc_model_filenames is set. Use default"),
         ({"output": []}, "config.pbtxt lists no inputs, or no outputs"),
         ({"input": [_X | {"data_type": "TYPE_BYTES"}]}, "'x' has data_type TYPE_BYTES; expected"),
         (_state(data_type="TYPE_INVALID"), "'h' has data_type TYPE_INVALID"),

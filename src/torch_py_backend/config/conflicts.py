@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _EXCLUSIONS = (
     ("sequences", "streams", "A stream keeps its own state between responses: remove one."),
     ("class", "factory", "Both name what is served; keep one."),
+    ("bf16", "fp16", "Weights have one type; keep one."),
     ("pad", "states", "Padding in a state cannot be recognized: give it fixed dims."),
     ("pad buckets", "unbatched", "It applies to batches: set max_batch_size, or remove it."),
     ("aoti", "compiled shared placed", "The whole module is compiled for one device; remove one."),
@@ -43,8 +44,6 @@ def check(config: ModelConfig) -> None:
             "a state of sequence_batching has dims of -1",
             any(-1 in state.dims for state in config.states),
         ),
-        "aoti": ("OPTIMIZE asks for aoti", "aoti" in options.optimize),
-        "freeze": ("OPTIMIZE asks for freeze", "freeze" in options.optimize),
         "compiled": (
             "TORCH_COMPILE_OPTIONAL_PARAMETERS is set",
             options.compilation is not None,
@@ -62,6 +61,7 @@ def check(config: ModelConfig) -> None:
             (config.version_folder / "hooks.py").is_file(),
         ),
     }
+    settings |= {name: (f"OPTIMIZE asks for {name}", True) for name in options.optimize}
     present = {name: text for name, (text, is_set) in settings.items() if is_set}
     for first, second, cure in _EXCLUSIONS:
         for one, other in product(first.split(), second.split()):

@@ -178,6 +178,8 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     Raises ConfigError for what is not supported, contradictory or not accepted.
     """
     document = json.loads(args["model_config"])
+    if document.get("cc_model_filenames"):
+        raise ConfigError("cc_model_filenames is set", cure="Use default_model_filename instead.")
     groups = document.get("instance_group", ())
     # The count of a group is per GPU.
     instances = sum((group["count"] or 1) * max(1, len(group.get("gpus", ()))) for group in groups)

@@ -190,9 +190,12 @@ def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
     values = {}
     for key, entry in parameters.items():
         if key in TABLE:
-            value = _parse(key, entry["string_value"])
-            if value is not None:
-                values[TABLE[key].name] = value
+            name, value = TABLE[key].name, _parse(key, entry["string_value"])
+            if value is not None and values.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"the parameter {key} and another name of {name.upper()} contradict each other",
+                    cure="They mean the same; keep one.",
+                )
         elif removed := removed_names.advice("parameter", [key]):
             raise ConfigError(removed)
         else:
