@@ -131,7 +131,7 @@ class HookedPipeline:
             result = binding.call(call, row)
             # Before the next row: a hook may fill the same dict for each.
             prepared.append(_tensors(result) if stacked else _copied(result))
-        if stacked and len(set(map(_key, prepared))) > 1:
+        if stacked and len(rows) > 1 and len(set(map(_key, prepared))) > 1:
             raise OutputError(
                 "preprocess() returned other names or shapes for other rows of one request",
                 expected="the same for each",

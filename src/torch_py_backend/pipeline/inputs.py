@@ -149,7 +149,7 @@ class Inputs:
             if self._padding is not None:
                 entries = list(map(self._padding.fill, entries))
             groups = batches.grouped(entries, self._keys_of)
-            if any(self.refusal(items) for _, items in groups):  # find which items
+            if any([self.refusal(items) for _, items in groups]):  # find which items
                 entries = [
                     entry if isinstance(entry, BackendError) else self.refusal((entry,)) or entry
                     for entry in entries
