@@ -967,7 +967,7 @@ LOAD_ERRORS = (
     _refused("compiler_missing", x_to_y(4, **{_COMPILE: _NO_COMPILER}), "such as g++"),
     _refused("bad_option", x_to_y(NUM_THREADS="many"), "the parameter NUM_THREADS is 'many'"),
     refused("no_files", _NOTHING, _X_TO_Y, "holds no files"),
-    refused("whole_module", saved(nn.Linear(4, 4)), _X_TO_Y, "Save module.state_dict()"),
+    refused("whole_module", saved(nn.Linear(4, 4)), _X_TO_Y, "a state_dict beside model.py"),
     refused("truncated", raw(_SCRIPTED.save_to_buffer()[:-300]), _X_TO_Y, "or a damaged one"),
     refused("syntax_error", text("import torch\n\ndef f(:\n"), _X_TO_Y, "(model.py, line 3)"),
     refused("several_classes", python(models.Negate, models.AddSub), _X_TO_Y, "MODEL_CLASS"),

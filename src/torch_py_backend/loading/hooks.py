@@ -37,11 +37,15 @@ ARGUMENT = "parameters"
 
 
 class Hook:
-    """One method of the hooks."""
+    """One method of the hooks; TypeError if it does not take what it is called with."""
 
     def __init__(self, name: str, method: Callable[..., Tree]) -> None:
         self.name, self.method = name, method
-        self.takes_parameters = ARGUMENT in inspect.signature(method).parameters
+        signature = inspect.signature(method)
+        self.takes_parameters = ARGUMENT in signature.parameters
+        if not name.startswith("preprocess"):  # that takes inputs by name, which are bound later
+            named = {ARGUMENT: None} if self.takes_parameters else {}
+            signature.bind("rows or result", **named)
         self._refused = False
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
@@ -124,7 +128,11 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
         build = partial(hooks_class, folder=config.version_folder)
     cure = "Its arguments are none, or `folder`, which is the version's folder."
     instance = python_source.call(path, "Hooks", build, cure)
-    hooks = Hooks(**{name: Hook(name, getattr(instance, name)) for name in names})
+    created = {}
+    for name in names:
+        create = partial(Hook, name, getattr(instance, name))
+        created[name] = python_source.call(path, name, create)
+    hooks = Hooks(**created)
     if hooks.per_batch and not config.max_batch_size:
         found = f"{hooks.per_batch[0].name}() takes batches, and max_batch_size is 0"
         raise ConfigError(found, cure="Set it, or write a hook of rows.")

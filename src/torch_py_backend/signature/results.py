@@ -34,7 +34,7 @@ def bind_outputs(names: Sequence[str], result: object, of: str = "forward()") ->
     """
     leaves = list(_leaves(result))
     aliases = {name: number for number, (name, _) in enumerate(leaves) if name}
-    has_names = bool(aliases)
+    has_names = any((_parts(result) or {}).values())
     for number, (_, keys) in enumerate(leaves):
         aliases.setdefault(path_text("RESULT", keys), number)
     indices = [aliases.get(name, ordinal(name)) for name in names]
