@@ -189,8 +189,7 @@ class LocalServer:
         """Send one request to a decoupled model, and yield the outputs of each response.
 
         The arguments and errors are those of `infer`, and `timeout` the seconds until the last
-        response; a stream whose process dies does not end. The request is cancelled when the
-        iterator is closed.
+        response; a stream whose process dies does not end. To close the iterator cancels it.
         """
         sent = self._inputs(model, inputs, version)
         answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()

@@ -187,8 +187,7 @@ class Publisher:
         else:
             value = 0.0 if self._closed.is_set() else value
             # Also the same value: an instance of the same name that ended since, as in a reload
-            # without a pause, has set it to 0. A 0 is set once: a server that ends meanwhile never
-            # answers.
+            # without a pause, has set it to 0. A 0 is set once: a server that ends never answers.
             if value or before:
                 metric.set(value)
         self._series[key] = metric, value

@@ -22,8 +22,7 @@ from torch_py_backend.server.installation import TritonInstallation
 _COLORS = {"OK": "green", "FAILED": "red", "SKIPPED": "yellow", "PROBLEM": "red"}
 # Each instance needs a region of 1 MB, and more for larger tensors.
 _SHARED_MEMORY_BYTES = 256 << 20
-# What a config names for this backend: `pytorch` if it is installed under that name, or the
-# platforms of LibTorch.
+# What a config names for this backend: also `pytorch`, and the platforms of LibTorch.
 _BACKENDS = ("pytorch_py", "pytorch", "pytorch_libtorch", "torch_aoti")
 # What is not printed of a report, without --json.
 _JSON_ONLY = ("version", "error", "skipped", "device", "threads", "request", "config")

@@ -126,8 +126,7 @@ class ModelConfig:
         python_runtime: the model was written for the Python runtime of Triton's PyTorch backend.
         sequencing: the sequence settings; None: requests are independent of each other.
         dynamic_batching: Triton forms batches from requests of different clients.
-        response_cache: Triton answers a request with the inputs of an earlier one by itself, if it
-            has a cache.
+        response_cache: Triton, with a cache, answers a request with the inputs of an earlier one.
         arguments: the arguments of `initialize` that it was parsed from.
     """
 

@@ -187,7 +187,7 @@ def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
 
     Raises ConfigError for a value that is not accepted, and for an option that was removed.
     """
-    values = {}
+    values: dict[str, Any] = {}
     for key, entry in parameters.items():
         if key in TABLE:
             name, value = TABLE[key].name, _parse(key, entry["string_value"])

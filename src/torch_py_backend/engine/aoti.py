@@ -155,8 +155,7 @@ def packaged(config: ModelConfig, loaded: Loaded, device: torch.device) -> Loade
 def _key(config: ModelConfig, loaded: Loaded, device: torch.device) -> str:
     """Return a name for what a package depends on: code, sizes, torch, machine, threads.
 
-    It is the same in a copy of the folder. A package may have constants that the module computes
-    from its weights.
+    It is the same in a copy of the folder. A package may have constants made of the weights.
     """
     machine = aotinductor.this_machine(device)
     parts: list[object] = [torch.__version__, machine, torch.get_num_threads()]

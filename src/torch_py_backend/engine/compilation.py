@@ -130,8 +130,7 @@ def cached(config: ModelConfig) -> Iterator[None]:
     """Set inductor's cache to the model's folder for the code within, which compiles.
 
     Later starts load from there what the first one has compiled. That runs code from the folder, so
-    no other user may be able to write to it. While it has no graphs, other instances wait until the
-    code within is done.
+    no other user may be able to write to it. While it has no graphs, other instances wait.
     """
     from torch._inductor import config as inductor  # noqa: PLC0415  slow to import
 
@@ -151,8 +150,7 @@ def cached(config: ModelConfig) -> Iterator[None]:
 def cache_folder(config: ModelConfig) -> Path:
     """Return the folder for compiled code: the configured one, or one of the user's cache.
 
-    That is the first to which this process may write, and no other user. It starts as a copy of the
-    configured one.
+    Only this user may write to it. The one of the cache starts as a copy of the configured one.
     """
     option = Path(config.options.compile_cache_dir or "compile_cache")
     configured = (config.folder / option.expanduser()).resolve()

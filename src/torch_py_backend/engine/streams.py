@@ -31,8 +31,7 @@ Response: TypeAlias = "dict[str, Value]"
 Send: TypeAlias = "Callable[[Response, bool], bool]"
 # Returns the outcome for a result of the model.
 _Extract: TypeAlias = "Callable[[object], Outcome]"
-# What follows: the next state, or the iterator; None at the end of the stream. And the outcome,
-# None for no response.
+# The next state, or the iterator; None at the end. And the outcome; None for no response.
 _Advance: TypeAlias = "tuple[object, Outcome | None]"
 # A stream that waits for its next step.
 _Waiting: TypeAlias = "tuple[object, _Extract, asyncio.Future[_Advance]]"

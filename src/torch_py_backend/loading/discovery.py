@@ -1,7 +1,6 @@
 """Find the model file, its type, its weights, its hooks, and the Python files that it imports.
 
-Reads names, first bytes, zip members and syntax trees. Does not import torch, unpickle, or run code
-of the model.
+Reads names, first bytes, zip members and syntax trees; without torch, and without running code.
 """
 
 from __future__ import annotations

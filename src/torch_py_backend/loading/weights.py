@@ -1,8 +1,7 @@
 """Weights of modules: built without random values, read without running code, and mapped.
 
-All processes of a machine share the pages of a mapped file. Files are mapped privately: what a
-model writes into its weights stays in its process and does not reach the file. See mmap(2),
-MAP_PRIVATE.
+All processes of a machine share the pages of a mapped file. What a model writes into its weights
+stays in its process and does not reach the file: MAP_PRIVATE in mmap(2).
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ def build_uninitialized(
     Drawing them takes seconds for each gigabyte, so the functions of `torch.nn.init` that draw do
     nothing meanwhile. The module is built again, with its values, unless the entries of the file,
     which `saved` returns, fill all of its tensors: another one may have been computed from values
-    that were not drawn. So it is after other random operations, which drew other values than they
-    should.
+    that were not drawn. So it is after other random operations, which drew other values.
     """
     random_state = torch.random.get_rng_state()
     # The second call raises an exception, too, or succeeds.

@@ -1,7 +1,6 @@
 """Complete the config of a model, load it, describe it, and compare it with a reference.
 
-To be run in a child process, because it runs the model's code. `arguments` are Triton's arguments
-of `initialize`.
+To be run in a child process, because it runs the model's code. `arguments` are Triton's.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def inspect(
     Args:
         arguments: Triton's arguments; the config may lack inputs and outputs.
         reference: a file with outputs for the example beside the model, to compare with its own.
-        new: whether the model folder is new: its config gets what its files say, and the report has
-            a request.
+        new: whether the folder is new: its config gets what its files say, the report a request.
 
     Raises:
         LoadError: the model cannot be served.

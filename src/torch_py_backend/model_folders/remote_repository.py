@@ -33,8 +33,7 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
         report: called with what happens, a line each.
 
     Raises:
-        ToolError: the store cannot be read and nothing was fetched before, or others may write to
-            the cache.
+        ToolError: the store cannot be read for the first time, or others may write to the cache.
         LoadError: what was fetched from the hub is neither a repository nor a model that runs.
     """
     if "://" not in url:

@@ -2,8 +2,7 @@
 
 GET /live           200 while the models are monitored and tritonserver answers; else 503
 GET /ready          200 if every model that should serve does; else 503
-GET /ready/MODEL    the same for one model, with the warnings of its load; 404 if it should not
-                    serve
+GET /ready/MODEL    the same for one model, with the warnings of its load; else 404
 
 Slow or hostile clients delay neither probes nor the supervisor: the endpoints have a thread of
 their own, and connections are limited in number, size and time.

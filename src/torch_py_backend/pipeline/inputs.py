@@ -60,8 +60,7 @@ class Inputs:
 
     Args:
         cast: the type that floating-point inputs are converted to, unless CAST_INPUTS names one.
-        by_row: whether the function takes the inputs of one row; the calls of groups get a list of
-            them for each input.
+        by_row: whether the function takes the inputs of one row; calls of groups get lists of them.
 
     Attributes:
         patterns: the sets of optional inputs that are left out at load: none of them, and all.
@@ -117,8 +116,7 @@ class Inputs:
             return InputError("the request has no inputs, and so no number of rows")
         for name, value in first.items():
             kind = self._kinds[name]
-            # Triton checks that all inputs have as many rows, and drops the batch dimension of a
-            # shape with 0 rows.
+            # Triton checks that all inputs have as many rows; it drops a batch dimension of 0.
             if self._batched and value.ndim != kind.axes:
                 return InputError(
                     f"input '{name}' has the shape {list(value.shape)} and no rows",
@@ -149,7 +147,7 @@ class Inputs:
             if self._padding is not None:
                 entries = list(map(self._padding.fill, entries))
             groups = batches.grouped(entries, self._keys_of)
-            if any([self.refusal(items) for _, items in groups]):  # find which items
+            if any(self.refusal(items) for _, items in groups):  # find which items
                 entries = [
                     entry if isinstance(entry, BackendError) else self.refusal((entry,)) or entry
                     for entry in entries
@@ -260,8 +258,7 @@ class Argument(NamedTuple):
     """How an argument is made of a column.
 
     Attributes:
-        convert: makes it, or raises ValueError with what is wrong with the column; None: it is the
-            column.
+        convert: makes it, or raises ValueError with what is wrong; None: it is the column.
         checks: whether `convert` may raise.
         scalar: whether it is one value, which all items of a call have.
     """

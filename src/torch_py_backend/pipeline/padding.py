@@ -161,8 +161,7 @@ class Padding:
     def fill(self, entry: Entry) -> Entry:
         """Return an item with the masks that its request left out, or an error.
 
-        A mask of another size than its input is refused: in a batch both are padded, so the model
-        would not notice.
+        A mask of another size than its input is refused: a model does not notice what was padded.
         """
         for mask, (name, dtype) in self.masks.items():
             if isinstance(entry, BackendError):

@@ -20,15 +20,13 @@ from torch_py_backend.values import Call, Columns, Item, Items, Tree, Value, tra
 
 # One request's tensors by name, or why it is refused.
 Entry: TypeAlias = "Item | BackendError"
-# What `scatter` and `after` make of a request: its result, by default its outputs by name, or its
-# error.
+# What `scatter` and `after` make of a request: its outputs by name, another result, or its error.
 Result: TypeAlias = Tree
 Entries: TypeAlias = "Sequence[Entry]"
 Results: TypeAlias = "Sequence[Result]"
 Run: TypeAlias = "Callable[[Entries], Results]"
 Gathered: TypeAlias = "tuple[Columns, Sequence[int]]"
-# Returns the items' columns, [rows, ...], in the order in which the model takes them, and the rows
-# of each item.
+# Returns the columns, [rows, ...], in the order that the model takes, and the rows of each item.
 Gather: TypeAlias = "Callable[[Items], Gathered]"
 
 
@@ -55,8 +53,7 @@ class Counts:
         compile_cache: loads, by whether the compile cache had an entry: hit or miss.
         stream_responses: responses of streams.
         stepped_streams: streams in all calls of step().
-        preprocess_seconds: the time of successful batches in this stage, as in attaching states;
-            likewise below.
+        preprocess_seconds: of successful batches, with attaching states; likewise below.
     """
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CODES, 0))

@@ -111,8 +111,7 @@ def main() -> None:
 def use_utf8() -> None:
     """Make UTF-8 the encoding of this process's text files and of what it prints.
 
-    Triton's stub runs in the C locale. torch.compile reads its templates, and models print, text
-    outside ASCII.
+    Triton's stub runs in the C locale; templates of torch.compile have text outside ASCII.
     """
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
     for stream in (sys.stdout, sys.stderr):

@@ -21,8 +21,7 @@ from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.examples import Example
 from torch_py_backend.saving.module_files import Format
 
-# By an attribute of a processor: the file with its hooks, and their example: two texts, and a PNG
-# of one gray pixel.
+# By an attribute of a processor: the file with its hooks, and an example; a PNG of one gray pixel.
 _PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a4944415478"
     "9c63a8070000810080d394534a0000000049454e44ae426082"
@@ -72,8 +71,7 @@ def save_model(
             `export`, unless `model_kwargs` is given.
         dynamic_shapes: as of `torch.export.export`; such dimensions are -1 in all formats.
         model_kwargs: keyword arguments of the class for the format `module`, as JSON allows them.
-        hooks: a class with methods that run before and after `forward()`; the answers are not
-            compared then.
+        hooks: a class with methods that run around `forward()`; answers are not compared then.
         processor: the tokenizer or image processor of a transformers model, which is saved in the
             folder. Without `hooks`, the model takes the input `text`, or `image` with the bytes of
             a file.

@@ -1,14 +1,12 @@
 """A supervisor that keeps the models of one server serving: it loads, monitors and reloads them.
 
-One thread calls `step` several times a second and owns all records. Loads and unloads are polled. A
-model goes round
+One thread calls `step` several times a second and owns all records. A model goes round
 
     LOADING → SERVING → (an instance fails) DOWN: unloaded → LOADING …
 
 until it serves, is GIVEN_UP (Triton refuses it, or it has failed too often), or is unloaded by a
-user. The supervisor requests the states of the models from Triton regularly, so that users may load
-and unload models through Triton's API, too: it does not reload what they unload, and it monitors
-what they load.
+user. Users may load and unload models through Triton's API, too, whose index is polled: what they
+unload is not reloaded, and what they load is monitored.
 """
 
 from __future__ import annotations

@@ -93,8 +93,7 @@ class Signature:
         text: the declaration of the arguments, for messages.
         leaves: for an artifact that contains its own call tree: the arguments, which are its
             tensors, by their paths. None: the call tree follows from the inputs.
-        unflatten: a function that builds (args, kwargs) of such a tree from its leaves; None: they
-            are its arguments.
+        unflatten: builds (args, kwargs) of such a tree from its leaves; None: they are arguments.
         name: the name of the function, for messages.
         torchscript: it is TorchScript: names follow LibTorch's rule, strings may be any bytes.
         settings: names that `**` takes as values, not as tensors.

@@ -26,8 +26,7 @@ OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
 def bind_outputs(names: Sequence[str], result: object, of: str = "forward()") -> OutputBinding:
     """Bind output names to the leaves of results of the function `of`, as those of this result.
 
-    It is a tensor or a list of strings, in any nesting of tuples, lists, mappings, dataclasses and
-    named tuples.
+    It is a tensor or a list of strings, in any nesting of containers and dataclasses.
 
     Raises:
         BindingError: a name matches no leaf, or there are more names than leaves.
