@@ -126,7 +126,12 @@ class LocalServer:
         self._thread = None
         atexit.unregister(self.stop)
 
-    def _run(self, server: Server, names: Sequence[str], started: futures.Future[None]) -> None:
+    def _run(
+        self,
+        server: Server,
+        names: Sequence[str],
+        started: futures.Future[None],
+    ) -> None:
         """Run the server until `stop`; set the result when every model is READY."""
 
         def check_loads(reasons: Mapping[str, str]) -> None:
@@ -162,7 +167,13 @@ class LocalServer:
         self._check_started()
         return tritonclient.grpc.InferenceServerClient(self.grpc_address)
 
-    def infer(self, model: str, inputs: Any, *, version: str = "") -> Outputs:
+    def infer(
+        self,
+        model: str,
+        inputs: Any,
+        *,
+        version: str = "",
+    ) -> Outputs:
         """Send one request, and return the outputs by name.
 
         Args:
@@ -217,7 +228,12 @@ class LocalServer:
             client.stop_stream(cancel_requests=not has_ended)
             client.close()
 
-    def _inputs(self, model: str, inputs: Any, version: str) -> list[tritonclient.grpc.InferInput]:
+    def _inputs(
+        self,
+        model: str,
+        inputs: Any,
+        version: str,
+    ) -> list[tritonclient.grpc.InferInput]:
         """Return values as inputs of tritonclient, in the types of the model's inputs."""
         metadata = self.client.get_model_metadata(model, version)
         tensors = {tensor.name: tensor for tensor in metadata.inputs}

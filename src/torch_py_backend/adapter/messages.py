@@ -168,7 +168,11 @@ def writer(names: Sequence[str]) -> Scatter:
     """
     response = pb_utils.InferenceResponse
 
-    def write_batch(outputs: Columns, sizes: Sequence[int], _: Items) -> Results:
+    def write_batch(
+        outputs: Columns,
+        sizes: Sequence[int],
+        _: Items,
+    ) -> Results:
         try:
             written = map(_written, names, outputs, repeat(sizes))
             return Responses(map(response, map(list, zip(*written, strict=True))))

@@ -171,7 +171,11 @@ class ModelConfig:
         return self.sequencing is not None and self.sequencing.direct and not self.states
 
 
-def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
+def parse(
+    args: Mapping[str, str],
+    *,
+    complete: bool = True,
+) -> ModelConfig:
     """Parse the arguments of Triton's `initialize`, with inputs and outputs if `complete`.
 
     Raises ConfigError for what is not supported, contradictory or not accepted.

@@ -81,7 +81,12 @@ class Packaged:
         close: removes temporary files.
     """
 
-    def __init__(self, path: Path, loaded: Loaded, device: torch.device) -> None:
+    def __init__(
+        self,
+        path: Path,
+        loaded: Loaded,
+        device: torch.device,
+    ) -> None:
         package, result, self.close = aotinductor.open_package(path, device)
         with safetensors.safe_open(path.with_suffix(_KEPT), "pt", str(device)) as kept:
             metadata = kept.metadata()
@@ -127,7 +132,11 @@ def _named(loaded: Loaded) -> dict[str, Tensor]:
     return {f"owner.{name}": tensor.detach() for name, tensor in named.items()}
 
 
-def packaged(config: ModelConfig, loaded: Loaded, device: torch.device) -> Loaded:
+def packaged(
+    config: ModelConfig,
+    loaded: Loaded,
+    device: torch.device,
+) -> Loaded:
     """Return the model with a package in the place of its module; build that if it is missing.
 
     Raises:

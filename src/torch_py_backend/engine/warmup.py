@@ -91,7 +91,11 @@ def run(
     return changed
 
 
-def _run_sample(engine: Engine, call: _Call, sample: Item) -> BackendError | None:
+def _run_sample(
+    engine: Engine,
+    call: _Call,
+    sample: Item,
+) -> BackendError | None:
     """Call the engine until requests like the sample cost no first call; return their error."""
     states = engine.config.states
     items = example_inputs.requests(engine.config, sample)

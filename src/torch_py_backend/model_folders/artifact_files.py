@@ -101,7 +101,11 @@ def find(
     return files, needs
 
 
-def _pretrained(folder: Path, *, tensors: bool) -> tuple[dict[str, Path], JsonObject]:
+def _pretrained(
+    folder: Path,
+    *,
+    tensors: bool,
+) -> tuple[dict[str, Path], JsonObject]:
     """Return the files of a `save_pretrained` folder: weights, and config.json with their class.
 
     A classifier of texts gets hooks that tokenize them. Other models have results for each token: a
@@ -175,7 +179,11 @@ def pad(config: Document, document: JsonObject) -> None:
         entry["allow_ragged_batch"] = True
 
 
-def write_labels(config: Document, document: JsonObject, folder: Path) -> None:
+def write_labels(
+    config: Document,
+    document: JsonObject,
+    folder: Path,
+) -> None:
     """Write the labels of a classifier into its model folder, as Triton's `label_filename`."""
     labels = config.get("id2label") or {}
     for entry in document["output"]:

@@ -66,7 +66,11 @@ def create(
         return write_config(folder, document, new=True)
 
 
-def write_config(folder: Path, document: Document, **more: object) -> JsonObject:
+def write_config(
+    folder: Path,
+    document: Document,
+    **more: object,
+) -> JsonObject:
     """Try the model of a folder with the version 1 in a child process, and write its config.pbtxt.
 
     `document` may lack inputs and outputs. `more` are further arguments of `inspection.inspect`,

@@ -22,7 +22,11 @@ from torch_py_backend.processes import private_files
 _HUB = "hf://"
 
 
-def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
+def local(
+    url: str,
+    cache: Path | None,
+    report: Callable[[str], None],
+) -> Path:
     """Return the local folder of a model repository: the path itself, or what is fetched.
 
     If the store fails, the files that were fetched last are used.

@@ -134,7 +134,11 @@ def _response(
 class _Connection(H11Protocol):
     """A connection of a client, which is closed when it takes too long, or when there are many."""
 
-    def __init__(self, opened: collections.deque[_Connection], **arguments: Any) -> None:
+    def __init__(
+        self,
+        opened: collections.deque[_Connection],
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
         self.logger, self._opened = _SILENT, opened
 

@@ -16,7 +16,12 @@ from torch_py_backend.pipeline.run import Counts, Entries, Extract, Fill
 from torch_py_backend.values import ANY_ROWS, Call, Columns, Item, Items, Rows, Value
 
 
-def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
+def row_counts(
+    config: ModelConfig,
+    accepted: Rows,
+    *,
+    fixed: bool,
+) -> Rows:
     """Return how many rows calls have, of those that the artifact accepts.
 
     `fixed`: each row count is prepared separately, as with static shapes.
@@ -73,7 +78,12 @@ def concatenate(values: Sequence[Any]) -> Value:
     return array if array.dtype.hasobject else torch.from_numpy(array)
 
 
-def filled(limits: Rows, extract: Extract, copy: Callable[[Value], Value], counts: Counts) -> Fill:
+def filled(
+    limits: Rows,
+    extract: Extract,
+    copy: Callable[[Value], Value],
+    counts: Counts,
+) -> Fill:
     """Return `fill` for a model that takes certain numbers of rows.
 
     The last row, whose values are valid, fills a call. Rows that fill it are counted here, the

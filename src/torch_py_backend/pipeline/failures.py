@@ -131,7 +131,11 @@ class Failures:
         """Return whether items may be run again; they are unchanged, as a batch is a copy."""
         return not self.writes_buffers() if self._repeats is None else self._repeats
 
-    def classify(self, error: BaseException, called: str | None = None) -> BackendError:
+    def classify(
+        self,
+        error: BaseException,
+        called: str | None = None,
+    ) -> BackendError:
         """Return the error of requests for an exception, and release its frames; never raise.
 
         `called` is the model's function that raised it, if not the one that is served.
@@ -175,7 +179,11 @@ class Failures:
         except BaseException as error:
             return self.classify(error)
 
-    def instead(self, error: BackendError, cause: BaseException) -> BackendError:
+    def instead(
+        self,
+        error: BackendError,
+        cause: BaseException,
+    ) -> BackendError:
         """Return the error of a request, or what its cause means: no memory, or no device."""
         error.__cause__ = cause
         return self.classify(error)

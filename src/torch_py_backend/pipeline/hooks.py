@@ -211,7 +211,12 @@ class HookedPipeline:
             parts = split(parts[0], rows)
         return [values.objects(parts)]
 
-    def finish(self, guarded: Call, results: Results, entries: Entries) -> Results:
+    def finish(
+        self,
+        guarded: Call,
+        results: Results,
+        entries: Entries,
+    ) -> Results:
         """Return the outputs of each request from the results of its rows; or its error."""
         return [
             result

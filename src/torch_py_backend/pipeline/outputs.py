@@ -68,10 +68,18 @@ def extractor(
     return extract
 
 
-def scatter_by_name(names: Sequence[str], split: Split | None, padding: Padding | None) -> Scatter:
+def scatter_by_name(
+    names: Sequence[str],
+    split: Split | None,
+    padding: Padding | None,
+) -> Scatter:
     """Return what makes a result for each item from the outputs of a batch."""
 
-    def scatter(outputs: Columns, sizes: Sequence[int], items: Items) -> Results:
+    def scatter(
+        outputs: Columns,
+        sizes: Sequence[int],
+        items: Items,
+    ) -> Results:
         parts = list(outputs) if split is None else split(items, outputs)
         results = batches.scatter(parts, names, sizes)
         if padding is not None:

@@ -181,7 +181,11 @@ class Padding:
                 )
         return entry
 
-    def split(self, places: Sequence[int], items: Items) -> list[tuple[Sequence[int], Items]]:
+    def split(
+        self,
+        places: Sequence[int],
+        items: Items,
+    ) -> list[tuple[Sequence[int], Items]]:
         """Split the items of one group by their lengths if they would be padded too much."""
         pads = [(name, pad) for name, pad in self.pads.items() if name in items[0]]
         for name, pad in pads:
@@ -194,7 +198,11 @@ class Padding:
         parts = grouped(items, lambda _: classes)
         return [([places[place] for place in part], members) for part, members in parts]
 
-    def cut(self, outcomes: Sequence[dict[str, Value]], items: Items) -> None:
+    def cut(
+        self,
+        outcomes: Sequence[dict[str, Value]],
+        items: Items,
+    ) -> None:
         """Cut outputs to the lengths of the items of a batch."""
         for output, axis, name, of_input in self._cuts:
             if name not in items[0]:

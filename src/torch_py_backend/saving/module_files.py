@@ -145,7 +145,11 @@ def write_program(
         torch.export.save(program, folder / "model.pt2")
 
 
-def write_beside(folder: Path, hooks: type | Path | None, item: Item) -> None:
+def write_beside(
+    folder: Path,
+    hooks: type | Path | None,
+    item: Item,
+) -> None:
     """Write what lies beside a model: its hooks, a class or the file with it, and its example.
 
     An example with strings is a function of hooks.py.

@@ -139,7 +139,11 @@ def save_model(
     return target
 
 
-def _complete(folder: Path, document: JsonObject, example: Example) -> None:
+def _complete(
+    folder: Path,
+    document: JsonObject,
+    example: Example,
+) -> None:
     """Load the model of a folder, compare its answers with the module's, and write its config."""
     # Until the config is written: without a max_batch_size in this file, the warm-up refuses rows
     # that depend on each other.

@@ -170,7 +170,11 @@ def _places(
     return known
 
 
-def _tree(feeds: Mapping[Path, str], kind: ArgumentType | None, columns: list[str]) -> Part:
+def _tree(
+    feeds: Mapping[Path, str],
+    kind: ArgumentType | None,
+    columns: list[str],
+) -> Part:
     """Return a function that makes an argument, or a part of one, of the columns of a batch.
 
     `feeds` are its inputs by their paths in it, whose names are appended to those of the columns.

@@ -23,7 +23,11 @@ Keys: TypeAlias = tuple[Any, ...]
 OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
 
 
-def bind_outputs(names: Sequence[str], result: object, of: str = "forward()") -> OutputBinding:
+def bind_outputs(
+    names: Sequence[str],
+    result: object,
+    of: str = "forward()",
+) -> OutputBinding:
     """Bind output names to the leaves of results of the function `of`, as those of this result.
 
     It is a tensor or a list of strings, in any nesting of containers and dataclasses.
@@ -65,7 +69,11 @@ def named_leaves(result: object) -> dict[str, object]:
     }
 
 
-def _leaves(value: object, name: str = "", path: Keys = ()) -> Iterator[tuple[str, Keys]]:
+def _leaves(
+    value: object,
+    name: str = "",
+    path: Keys = (),
+) -> Iterator[tuple[str, Keys]]:
     """Yield the name and the keys of each leaf in the result's order.
 
     A part of the result itself is named after its key or field. A list of strings is one leaf.
