@@ -133,10 +133,14 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
         create = partial(Hook, name, getattr(instance, name))
         created[name] = python_source.call(path, name, create)
     hooks = Hooks(**created)
+    _check_config(config, hooks)
+    return hooks
+
+
+def _check_config(config: ModelConfig, hooks: Hooks) -> None:
     if hooks.per_batch and not config.max_batch_size:
         found = f"{hooks.per_batch[0].name}() takes batches, and max_batch_size is 0"
         raise ConfigError(found, cure="Set it, or write a hook of rows.")
     if hooks.takes_parameters and config.response_cache:
         found = "hooks take parameters, which response_cache does not compare"
         raise ConfigError(found, cure="Remove one of the two.")
-    return hooks

@@ -184,12 +184,10 @@ def build(stages: Stages, failures: Failures, counts: Counts) -> Run:
         rows = counts.rows
         try:
             with trace_context(items):
-                if not again:
-                    return run_group(group, copies)
-                return run_group(group._replace(items=items), True)  # noqa: FBT003
+                tried = group._replace(items=items) if again else group
+                return run_group(tried, copies or again)
         finally:
-            if again:
-                counts.retried_rows += counts.rows - rows
+            counts.retried_rows += (counts.rows - rows) * again
 
     def run(entries: Entries) -> Results:
         if before:

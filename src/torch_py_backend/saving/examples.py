@@ -62,9 +62,7 @@ def from_arguments(
         keys = [introspection.path_key(key) for key in path]
         # The keys of a dict that is the only argument are names of inputs.
         is_key = signature.container_argument([]) is not None and isinstance(keys[-1], str)
-        name = path_text("KWARGS", keys)
-        if len(keys) == 1 + is_key:
-            name = str(keys[-1])
+        name = str(keys[-1]) if len(keys) == 1 + is_key else path_text("KWARGS", keys)
         if not isinstance(value, Tensor):
             raise SaveError(
                 f"the value of '{name}' in example_inputs is {a_type(value)}",

@@ -103,11 +103,8 @@ def save_model(
                 example = examples.from_arguments(
                     module, example_inputs, max_batch_size, dynamic_shapes
                 )
-                if format in (None, "module") and module_files.is_pretrained(module):
-                    config: Any = module.config
-                    tokens = artifact_files.pretrained_inputs(config.to_dict(), [*example.item])
-                    if [entry["name"] for entry in tokens] == [*example.item]:
-                        example.config["input"] = tokens  # of any number
+                if formats == ("module",):
+                    example.config["input"] = _tokens(module, example)
             on_gpu = any(weight.is_cuda for weight in module.parameters())
             group = {"kind": "KIND_GPU" if on_gpu else "KIND_CPU", "count": 1}
             document = {**pbtxt.read(folder), **example.config, "instance_group": [group]}
@@ -137,6 +134,15 @@ def save_model(
                     log.warning(text, folder.name, summarize(error))
                     shutil.rmtree(folder)
     return target
+
+
+def _tokens(module: Any, example: Example) -> list[JsonObject]:
+    """Return the inputs in config.pbtxt; tokens of a transformers model may be any number."""
+    tokens = []
+    if module_files.is_pretrained(module):
+        tokens = artifact_files.pretrained_inputs(module.config.to_dict(), [*example.item])
+    is_all = [entry["name"] for entry in tokens] == [*example.item]
+    return tokens if is_all else example.config["input"]
 
 
 def _complete(
