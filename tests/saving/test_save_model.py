@@ -278,6 +278,8 @@ def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(
     loader.exec_module(script)
     with pytest.raises(SaveError, match=r"Limited uses '(LIMIT|Letters)', which is defined in"):
         module_files.write_beside(tmp_path, script.Limited, {})
+    module_files.write_beside(tmp_path, script.Counts, {})
+    assert (tmp_path / "hooks.py").read_text() == "from collections import Counter as Hooks\n"
     module_files.write_beside(tmp_path, script.Letters, {})
     scope: dict[str, Any] = {}
     exec((tmp_path / "hooks.py").read_text(), scope)

@@ -73,10 +73,11 @@ def _write_class(folder: Path, stem: str, value: type) -> None:
     module, name = value.__module__, value.__name__
     served = "Hooks" if stem == "hooks" else name
     path = folder / f"{stem}.py"
-    if stem == "hooks" and value is getattr(sys.modules["__main__"], name, None):
+    is_found = getattr(sys.modules[module], name, None) is value
+    if stem == "hooks" and module == "__main__" and is_found:
         path.write_text(f"{_source(value)}\n\n{served} = {name}\n", encoding="utf-8")
         return
-    if module == "__main__" or getattr(sys.modules[module], name, None) is not value:
+    if module == "__main__" or not is_found:
         raise SaveError(
             f"{value.__qualname__} cannot be imported: it is defined in a script, a notebook or a"
             " function",
@@ -108,10 +109,11 @@ def _source(value: type) -> str:
     for name in sorted({node.id for node in names} & script.keys() - stored - {value.__name__}):
         used = script[name]
         module, attribute = getattr(used, "__module__", None), getattr(used, "__name__", "")
+        alias = "\n" if attribute == name else f" as {name}\n"
         if isinstance(used, ModuleType):
-            lines.append(f"import {attribute} as {name}\n")
+            lines.append(f"import {attribute}{alias}")
         elif module not in (None, "__main__") and hasattr(sys.modules[module], attribute):
-            lines.append(f"from {module} import {attribute} as {name}\n")
+            lines.append(f"from {module} import {attribute}{alias}")
         else:
             problem = f"{value.__name__} uses '{name}', which is defined in the script"
             raise SaveError(problem, cure=_CURE)
