@@ -125,6 +125,14 @@ def test_rows_that_depend_on_each_other_are_no_batch(example: Tensor, tmp_path: 
     assert _tensors(document, "input") == {"x": [*example.shape]}
 
 
+def test_a_terminal_shows_what_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    save_model(models.Affine(), tmp_path / "net", example_inputs=_X)
+    assert "loading net in a process of its own" in capsys.readouterr().err
+
+
 def test_package_has_argument_names_and_takes_one_row(tmp_path: Path) -> None:
     document = _saved(tmp_path, models.Affine(), format="aoti", example_inputs=_X)
     folder = tmp_path / "models" / "net"

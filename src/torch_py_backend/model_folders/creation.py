@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -80,6 +81,8 @@ def write_config(
         LoadError: the model cannot be served, or differs from the reference.
     """
     arguments = pbtxt.arguments(folder, "1", document)
+    if sys.stderr.isatty():
+        print(f"loading {folder.name} in a process of its own ...", file=sys.stderr)  # noqa: T201
     report: JsonObject = child_process.run(
         INSPECT, {"arguments": arguments, **more}, autocomplete.LIMIT_S
     )
