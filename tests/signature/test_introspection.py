@@ -106,7 +106,7 @@ class Net(nn.Module):
 def test_arguments_that_are_bound_already_are_no_inputs() -> None:
     for served in (Net().forward, functools.partial(Net.forward, Net())):
         signature = introspection.from_function(served)
-        assert str(signature) == "forward(x: 'Tensor', *, n: 'int' = 3)"
+        assert str(signature) == "forward(x: Tensor, *, n: int = 3)"
         types = [entry.type for entry in signature.arguments]
         assert types == [ArgumentType.TENSOR, ArgumentType.INT]
     before = FUTURE[1] + "\nfrom typing import Optional as Maybe"
@@ -152,4 +152,4 @@ def test_types_and_defaults_are_read_from_a_schema() -> None:
     assert optional == ["FLOAT", "BOOL", "STR", "STRINGS", "NESTED_STRINGS", "LIST"]
     assert [entry.name for entry in read if entry.nullable] == ["maybe", "words", "rows", "some"]
     assert all(entry.passing is Passing.POSITIONAL_OR_KEYWORD for entry in read)
-    assert str(signature).startswith("forward(x: 'Tensor', d: 'Dict[str, Tensor]', tensors: 'List")
+    assert str(signature).startswith("forward(x: Tensor, d: Dict[str, Tensor], tensors: List")

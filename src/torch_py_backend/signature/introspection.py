@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,7 +81,8 @@ def _signature(own: inspect.Signature, scope: Mapping[str, object]) -> Signature
             takes, required = ArgumentType.TENSOR, False
         nullable = types.NoneType in kinds
         arguments.append(Argument(name, required, parameter.kind, takes, nullable))
-    return Signature(tuple(arguments), str(own), settings=settings)
+    text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(own))  # of annotations that are text
+    return Signature(tuple(arguments), text, settings=settings)
 
 
 def _resolved(annotation: object, scope: Mapping[str, object]) -> object:
