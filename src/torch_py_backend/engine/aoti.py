@@ -28,7 +28,7 @@ from torch_py_backend import files
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import compilation, sharing, warmup
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import LoadError, counted, join_names, summarize
+from torch_py_backend.errors import BackendError, LoadError, counted, join_names, summarize
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.differences import disagreement
@@ -198,7 +198,10 @@ def write(engine: Engine, path: Path) -> None:
     # Not with one row first: torch.export takes a size of 1 for a constant.
     for rows in dict.fromkeys((2, 3, most, 1)) if most else (0,):
         for sample in warmup.batches(engine, example, [rows]):
-            expected = warmup.outputs(engine, copy.deepcopy(sample))
+            try:
+                expected = warmup.outputs(engine, copy.deepcopy(sample))
+            except BackendError as error:
+                raise LoadError(f"it cannot be run with a sample: {error}", cure=_CURE) from error
             samples.append((rows, sample, expected))
     if engine.failures.writes_buffers():
         raise LoadError("forward() writes to its buffers, which a package would not", cure=_CURE)
