@@ -167,13 +167,7 @@ class LocalServer:
         self._check_started()
         return tritonclient.grpc.InferenceServerClient(self.grpc_address)
 
-    def infer(
-        self,
-        model: str,
-        inputs: Any,
-        *,
-        version: str = "",
-    ) -> Outputs:
+    def infer(self, model: str, inputs: Any, *, version: str = "") -> Outputs:
         """Send one request, and return the outputs by name.
 
         Args:

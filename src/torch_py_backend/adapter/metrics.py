@@ -170,7 +170,8 @@ class Publisher:
         logs.end_if_orphaned()
         key = row.name, label
         if key not in self._series:
-            config, kinds = self.engine.config, pb_utils.MetricFamily
+            config = self.engine.config
+            kinds = pb_utils.MetricFamily
             kind = kinds.COUNTER if row.grows else kinds.GAUGE
             family = kinds(name=row.name, description=row.doc, kind=kind)
             values = config.name, config.version, *([] if row.grows else [config.instance]), label

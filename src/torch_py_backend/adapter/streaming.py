@@ -128,7 +128,8 @@ class _Client:
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine, self._name = engine, messages.request_id(request)
+        self._engine = engine
+        self._name = messages.request_id(request)
         self.sender = request.get_response_sender()
         self.refusal: BackendError | None = None
         self.ended = False

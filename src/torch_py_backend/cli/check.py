@@ -41,7 +41,8 @@ def check(
     problems = list(machine_problems())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
-    reports, outcomes = [], Counter(PROBLEM=len(problems))
+    reports = []
+    outcomes = Counter(PROBLEM=len(problems))
     for problem in () if as_json else problems:
         print_report("PROBLEM", problem, {})
     for folder in folders:
@@ -107,11 +108,7 @@ def _try(
     return "OK", f"{folder.name} {version}", report
 
 
-def print_report(
-    outcome: str,
-    title: str,
-    report: Document,
-) -> None:
+def print_report(outcome: str, title: str, report: Document) -> None:
     """Print an outcome, and the report of a model."""
     typer.echo(f"{typer.style(f'{outcome:7}', fg=_COLORS[outcome])} {title}")
     for key, value in report.items():

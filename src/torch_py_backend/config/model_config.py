@@ -171,11 +171,7 @@ class ModelConfig:
         return self.sequencing is not None and self.sequencing.direct and not self.states
 
 
-def parse(
-    args: Mapping[str, str],
-    *,
-    complete: bool = True,
-) -> ModelConfig:
+def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     """Parse the arguments of Triton's `initialize`, with inputs and outputs if `complete`.
 
     Raises ConfigError for what is not supported, contradictory or not accepted.
@@ -216,7 +212,8 @@ def specs(role: str, document: Document) -> tuple[TensorSpec, ...]:
 
 
 def _spec(role: str, entry: Document) -> TensorSpec:
-    subject, dims = f"{role} '{entry['name']}'", entry["dims"]
+    subject = f"{role} '{entry['name']}'"
+    dims = entry["dims"]
     if not dims or any(size < 1 and size != -1 for size in dims):  # as Triton does, for `check`
         expected = "sizes of at least 1, or -1 for any size"
         raise ConfigError(f"{subject} has dims {dims}", expected=expected)
@@ -232,7 +229,8 @@ def _spec(role: str, entry: Document) -> TensorSpec:
 
 def _complete(config: ModelConfig, document: Document) -> ModelConfig:
     """Return the config with inputs and outputs."""
-    inputs, outputs = specs("input", document), specs("output", document)
+    inputs = specs("input", document)
+    outputs = specs("output", document)
     if not (inputs and outputs):
         raise ConfigError("config.pbtxt lists no inputs, or no outputs")
     listed = {spec.name for spec in outputs}
@@ -282,7 +280,8 @@ def _sequencing(document: Document) -> SequenceConfig | None:
 
 
 def _control(entry: Document) -> TensorSpec:
-    name, (control, *_) = entry["name"], entry["control"]
+    name = entry["name"]
+    (control, *_) = entry["control"]
     listed = control.get("data_type", "")
     data_type = next((_BOOLEANS[key] for key in _BOOLEANS if control.get(key)), listed)
     dtype = dtypes.parse(f"the control input '{name}'", data_type)

@@ -190,7 +190,8 @@ def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
     values: dict[str, Any] = {}
     for key, entry in parameters.items():
         if key in TABLE:
-            name, value = TABLE[key].name, _parse(key, entry["string_value"])
+            name = TABLE[key].name
+            value = _parse(key, entry["string_value"])
             if value is not None and values.setdefault(name, value) != value:
                 raise ConfigError(
                     f"the parameter {key} and another name of {name.upper()} contradict each other",

@@ -61,6 +61,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 
 
 def advice(kind: str, names: Iterable[str]) -> str:
-    """Return what to do about the first of some names that was removed; empty: there is none."""
+    """Return what to do about the first of these names that was removed; empty: none was."""
     table = NAMES[kind]
     return next((f"{name} was removed. {table[name]}" for name in names if name in table), "")

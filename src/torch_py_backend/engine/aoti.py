@@ -186,7 +186,8 @@ def write(engine: Engine, path: Path) -> None:
     Raises:
         LoadError: the module cannot be exported or compiled, or the package differs from it.
     """
-    module, most = engine.loaded.module, engine.config.max_batch_size
+    module = engine.loaded.module
+    most = engine.config.max_batch_size
     calls: list[_Call] = []
 
     def capture(*args: Tree, **kwargs: Tree) -> Tree:
@@ -194,7 +195,8 @@ def write(engine: Engine, path: Path) -> None:
         return module(*args, **kwargs)
 
     engine.use(capture)
-    samples, example = [], warmup.find_example(engine)
+    samples = []
+    example = warmup.find_example(engine)
     # Not with one row first: torch.export takes a size of 1 for a constant.
     for rows in dict.fromkeys((2, 3, most, 1)) if most else (0,):
         for sample in warmup.batches(engine, example, [rows]):

@@ -108,7 +108,8 @@ class Compiled:
         torch.compiler.set_stance("eager_on_recompile")
         self._counts = counts
         counters = torch._dynamo.utils.counters
-        counts.compiled_graphs, cache = counters["stats"]["unique_graphs"], counters["inductor"]
+        counts.compiled_graphs = counters["stats"]["unique_graphs"]
+        cache = counters["inductor"]
         if cache["fxgraph_cache_miss"] + cache["fxgraph_cache_bypass"]:
             counts.compile_cache["miss"] = 1
         elif cache["fxgraph_cache_hit"]:

@@ -132,11 +132,7 @@ class SharedWeights:
             with contextlib.suppress(FileNotFoundError):  # the owner of a later load removed it
                 self._listener.close()
 
-    def _serve(
-        self,
-        listener: Listener,
-        offered: Mapping[str, Tensor],
-    ) -> None:
+    def _serve(self, listener: Listener, offered: Mapping[str, Tensor]) -> None:
         """Send the weights to each other instance of this load, as long as this process lives.
 
         Names of instances that were served belong to a later load, which gets an owner of its own.

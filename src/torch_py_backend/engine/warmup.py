@@ -224,9 +224,12 @@ def check_rows(
         }
 
     batch = ends(0, rows)
-    again, first, last = ends(0, rows), ends(0, 1), ends(rows - 1, rows)
+    again = ends(0, rows)
+    first = ends(0, 1)
+    last = ends(rows - 1, rows)
     for name in batch.keys() & again.keys() & first.keys() & last.keys():
-        value, alone = batch[name], (first[name][0], last[name][0])
+        value = batch[name]
+        alone = (first[name][0], last[name][0])
         if differs(again[name], value) or any(row.shape != value.shape[1:] for row in alone):
             continue
         if any(map(differs, alone, value)):

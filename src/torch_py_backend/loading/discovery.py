@@ -20,7 +20,7 @@ from torch_py_backend.errors import ArtifactError, ConfigError
 
 
 class ArtifactType(enum.Enum):
-    """The type of an artifact, or of a file that is none."""
+    """The type of a file in a version folder."""
 
     TORCHSCRIPT = "TorchScript"
     MODULE = "Python source and weights"
@@ -158,12 +158,7 @@ def weights_beside(stem: Path) -> Path | None:
     return present[0] if present else None
 
 
-def inside(
-    config: ModelConfig,
-    option: str,
-    folder: Path,
-    name: str,
-) -> Path:
+def inside(config: ModelConfig, option: str, folder: Path, name: str) -> Path:
     """Return the file that an option names; ConfigError if it is outside the model's folder."""
     path = folder / name
     if not is_inside(path, config.folder, config.version_folder):

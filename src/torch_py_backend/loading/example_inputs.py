@@ -102,11 +102,7 @@ def distinct_rows(value: Value) -> Value:
     return value * factors
 
 
-def fits(
-    config: ModelConfig,
-    spec: TensorSpec,
-    value: Value,
-) -> bool:
+def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
     """Return whether an example is a valid value of this input, with at least one row."""
     dims = spec.dims
     if config.max_batch_size:

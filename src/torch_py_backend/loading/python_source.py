@@ -111,9 +111,11 @@ def load(
             parameter.requires_grad = False
         if device is not None:
             owner.to(device)
-    attribute, step = config.options.method, None
+    attribute = config.options.method
+    step = None
     if config.decoupled and attribute is None and {"begin", "step"}.issubset(dir(served)):
-        attribute, step = "begin", served.step
+        attribute = "begin"
+        step = served.step
     # A callable object that is not a function has no name.
     name = attribute or str(getattr(served, "__name__", "forward"))
     called = described = served

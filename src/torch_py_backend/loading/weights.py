@@ -226,7 +226,8 @@ def share(weights: Iterable[object], archive: Path) -> None:
     for weight in weights:
         if has_plain_storage(weight) and weight.device.type == "cpu":
             by_storage[storage_id(weight)].append(weight)
-    path, size = str(archive), archive.stat().st_size
+    path = str(archive)
+    size = archive.stat().st_size
     file: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
     reader: Any = torch._C.PyTorchFileReader(path)
     records = defaultdict(list)

@@ -96,7 +96,8 @@ def _complete(arguments: Mapping[str, str], document: JsonObject) -> None:
     if model_class := _class_of_weights(arguments):
         document["parameters"] |= pbtxt.parameters({"MODEL_CLASS": model_class})
     folder = Path(arguments["model_repository"])
-    path, pretrained = folder / "1" / "config.json", {}
+    path = folder / "1" / "config.json"
+    pretrained = {}
     if path.is_file():
         pretrained = json.loads(path.read_bytes())
         config = model_config.parse(arguments, complete=False)
@@ -138,7 +139,8 @@ def _request(engine: Engine) -> list[JsonObject]:
     """
     values, inputs = batch(engine, 1), []
     for spec in engine.config.inputs:
-        datatype, data = spec.dtype.triton, values[spec.name].reshape(-1).tolist()
+        datatype = spec.dtype.triton
+        data = values[spec.name].reshape(-1).tolist()
         if datatype in ("FP16", "BF16"):
             return []
         # Triton removes the dimension that one value for each row has.

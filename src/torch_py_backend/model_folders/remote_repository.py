@@ -47,7 +47,8 @@ def local(
         raise ToolError(f"the cache {cache} is not used: {risk}. Name another one with --cache.")
     place = cache / hashlib.sha256(url.encode()).hexdigest()[:16]
     hub, _, revision = url.removeprefix(_HUB).partition("@")
-    is_hub, record = url.startswith(_HUB), place / "fetched.json"
+    is_hub = url.startswith(_HUB)
+    record = place / "fetched.json"
     folder = place / "models" / Path(hub).name / "1" if is_hub else place / "files"
     folder.mkdir(parents=True, exist_ok=True)
     with private_files.locked(place / "lock"):  # another server may fetch the same

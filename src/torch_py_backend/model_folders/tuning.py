@@ -26,12 +26,14 @@ COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")
 """The options that a candidate replaces."""
 # The largest difference from the outputs as configured, relative to their values.
-_MAX_ERROR, _MAX_ERROR_REDUCED = 1e-4, 0.03
+_MAX_ERROR = 1e-4
+_MAX_ERROR_REDUCED = 0.03
 _ROUNDS = 5
 _LIMIT_S = 3600.0  # of a candidate, with its compilation
 _SECONDS = 0.2  # of one measurement
 # A candidate is better from this product of both gains on, and if neither gain is a loss.
-LEAST_GAIN, _LOSS = 1.03**2, 0.98
+LEAST_GAIN = 1.03**2
+_LOSS = 0.98
 
 TITLES = "candidate                     ms    gain  rows/s    gain READY s   error"
 _FIGURES = "{ms:8.3g}{gains[0]:8.2f}{rows_per_s:8,.0f}{gains[1]:8.2f}{ready_s:8.1f}{error:8.1g}"

@@ -140,7 +140,8 @@ class _Connection(H11Protocol):
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
-        self.logger, self._opened = _SILENT, opened
+        self.logger = _SILENT
+        self._opened = opened
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch_py_backend.values import Item, Value
 
 # The largest error of a module that runs in another way, and in formats of 16 bits.
-_MAX_ERROR, _MAX_ERROR_REDUCED = 1e-3, 3e-2
+_MAX_ERROR = 1e-3
+_MAX_ERROR_REDUCED = 3e-2
 # How far rounding changes most values of a row, and the share of values that may change more.
 _MAX_ROUNDING, _MAX_SHARE = 0.1, 0.1
 _REDUCED = (torch.float16, torch.bfloat16)

@@ -104,7 +104,8 @@ class Failures:
         failure of their range.
         """
         results: list[Any] = [self.fatal] * len(items)
-        ranges, left = deque([(0, len(items))]), 1 + MAX_CALLS
+        ranges = deque([(0, len(items))])
+        left = 1 + MAX_CALLS
         while ranges and left and self.fatal is None:
             first, last = ranges.popleft()
             again = last - first < len(items)

@@ -261,7 +261,8 @@ class HookedPipeline:
             return np.array(part, dtype=np.object_)
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
         try:
-            tensor, converted = torch.as_tensor(part), torch.tensor(part, dtype=dtype)
+            tensor = torch.as_tensor(part)
+            converted = torch.tensor(part, dtype=dtype)
         except Exception as error:  # tensors, strings, ragged lists, numbers that are too large
             raise OutputError(
                 f"postprocess() gives {a_type(part)} for output '{name}': {summarize(error)}",

@@ -280,7 +280,8 @@ def _argument(
         BindingError: the argument does not take the type of the input without loss.
     """
     kind = _KINDS[takes]
-    accepted, make = kind.accepts, kind.make
+    accepted = kind.accepts
+    make = kind.make
     if takes is ArgumentType.TENSOR and (signature.torchscript or signature.leaves is not None):
         accepted = ("BOOL", "INT", "UINT", "FP", "BF16")
     if not spec.dtype.triton.startswith(accepted):

@@ -166,7 +166,9 @@ class Padding:
         for mask, (name, dtype) in self.masks.items():
             if isinstance(entry, BackendError):
                 break
-            pad, value, sent = self.pads[name], entry.get(name), entry.get(mask)
+            pad = self.pads[name]
+            value = entry.get(name)
+            sent = entry.get(mask)
             if value is None or value.ndim <= pad.axes[-1]:  # refused later
                 continue
             shape = (value.shape[0], *(value.shape[axis] for axis in pad.axes))

@@ -26,7 +26,8 @@ from torch_py_backend.files import replace
 # Every process of a server inherits this variable; it names the server's status folder.
 VARIABLE = "TORCH_PY_BACKEND_STATUS"
 _SUFFIX = ".status"
-_STATE_BITS, _WORD_BYTES = 3, 8
+_STATE_BITS = 3
+_WORD_BYTES = 8
 
 
 class InstanceState(IntEnum):

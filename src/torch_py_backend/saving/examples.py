@@ -28,13 +28,13 @@ class Example(NamedTuple):
         config: `input` and `max_batch_size` of config.pbtxt.
         arguments: the tree of forward()'s arguments by name, whose leaves are those of the item;
             None: hooks make them from the item.
-        outputs: those of the module, on the CPU; empty with hooks.
+        outputs: those of the module, on the CPU; None with hooks.
     """
 
     item: Item
     config: JsonObject
     arguments: Any = None
-    outputs: Item = {}  # noqa: RUF012
+    outputs: Item | None = None
 
 
 def from_arguments(

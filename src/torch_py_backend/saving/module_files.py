@@ -70,7 +70,8 @@ def _write_class(folder: Path, stem: str, value: type) -> None:
     The files of a module that is not installed are copied; one of them may have that name itself.
     A class of hooks in a script or notebook is written out.
     """
-    module, name = value.__module__, value.__name__
+    module = value.__module__
+    name = value.__name__
     served = "Hooks" if stem == "hooks" else name
     path = folder / f"{stem}.py"
     is_found = getattr(sys.modules[module], name, None) is value
@@ -108,7 +109,8 @@ def _source(value: type) -> str:
     lines = []
     for name in sorted({node.id for node in names} & script.keys() - stored - {value.__name__}):
         used = script[name]
-        module, attribute = getattr(used, "__module__", None), getattr(used, "__name__", "")
+        module = getattr(used, "__module__", None)
+        attribute = getattr(used, "__name__", "")
         alias = "\n" if attribute == name else f" as {name}\n"
         if isinstance(used, ModuleType):
             lines.append(f"import {attribute}{alias}")

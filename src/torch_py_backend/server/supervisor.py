@@ -114,7 +114,8 @@ class Supervisor:
     @property
     def snapshot(self) -> Snapshot:
         """The readiness of all models now, for any thread."""
-        reasons, warnings = {}, {}
+        reasons = {}
+        warnings = {}
         for name, model in sorted(self._models.items()):
             is_serving = model.phase is Phase.SERVING
             # Not ready: the model is being unloaded and loaded again through Triton's API.
@@ -171,7 +172,8 @@ class Supervisor:
             except OSError:  # a later step handles what has happened
                 self._problem = "tritonserver does not answer"
                 return
-            self._problem, self._index_due = "", self.clock() + _INDEX_S
+            self._problem = ""
+            self._index_due = self.clock() + _INDEX_S
         failures, self._failures = self._failures, []
         for failure in failures:
             self._handle_failure(failure)
@@ -282,7 +284,8 @@ class Supervisor:
 
     def _observe(self, name: str) -> None:
         """Notice that a model was loaded or unloaded through Triton's API, or with its parts."""
-        model, state = self._models.get(name), self._state(name)
+        model = self._models.get(name)
+        state = self._state(name)
         if model is None:
             if not state.ready:
                 return

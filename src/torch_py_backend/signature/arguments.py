@@ -139,7 +139,8 @@ class Signature:
         name = (self.leaves or {}).get(name, name)
         if name in self.named:
             return name, ()
-        number, keys = ordinal(name), list[int | str]()
+        number = ordinal(name)
+        keys = list[int | str]()
         path = _PATH.fullmatch(name)
         if path is not None and self.leaves is None:
             texts = path[2][1:-1].split("][")

@@ -94,7 +94,8 @@ def bind_inputs(
     columns: list[str] = []
     args = [_tree(feeds.pop(slot), types.get(slot), columns) for slot in leading]
     kwargs = {slot: _tree(parts, types.get(slot), columns) for slot, parts in feeds.items()}
-    tensor, bound = ArgumentType.TENSOR, [places[name] for name in columns]
+    tensor = ArgumentType.TENSOR
+    bound = [places[name] for name in columns]
 
     def call(module: Forward, columns: Sequence[object]) -> object:
         if signature.unflatten is not None:

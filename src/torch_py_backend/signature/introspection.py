@@ -76,9 +76,11 @@ def _signature(own: inspect.Signature, scope: Mapping[str, object]) -> Signature
         for kind in kinds:
             if isinstance(kind, type) and kind.__name__ == "GenerationConfig":
                 settings = frozenset(vars(kind()))  # of generate() of transformers, by `**`
-        takes, required = _argument_type(kinds), parameter.default is Parameter.empty
+        takes = _argument_type(kinds)
+        required = parameter.default is Parameter.empty
         if parameter.kind in VARIADIC:
-            takes, required = ArgumentType.TENSOR, False
+            takes = ArgumentType.TENSOR
+            required = False
         nullable = types.NoneType in kinds
         arguments.append(Argument(name, required, parameter.kind, takes, nullable))
     text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(own))  # of annotations that are text
