@@ -284,3 +284,48 @@ def test_step_returns_something_else_than_pairs(returned: Any, says: str) -> Non
     run(engine(Counter().begin, lambda states: returned), (item(1), recorder))
     assert isinstance(recorder.error, OutputError)
     assert says in str(recorder.error)
+
+
+def _autocast_stays(states: list[Any]) -> Any:
+    torch.autocast("cpu", torch.bfloat16).__enter__()
+    return [(None, torch.ones(1, 1)) for _ in states]
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (lambda _: (torch.ones(2, 1), torch.ones(2, 1)), "a tuple without a pair"),  # all states
+        (_autocast_stays, "yields within torch.autocast"),
+    ],
+    ids=["tensors that unpack", "a context left open"],
+)
+def test_step_that_would_swap_or_spoil_streams_ends_all(step: Any, says: str) -> None:
+    """Halves are not tried: with one stream the same result may look right."""
+    enabled, recorders = torch.is_autocast_enabled("cpu"), [Recorder(), Recorder()]
+    calls = 0
+
+    def counted(states: list[Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        return step(states)
+
+    try:
+        run(engine(Counter().begin, counted), *((item(1), recorder) for recorder in recorders))
+    finally:
+        torch.set_autocast_enabled("cpu", enabled)
+    assert calls == 1
+    for recorder in recorders:
+        assert isinstance(recorder.error, OutputError)
+        assert says in str(recorder.error)
+
+
+def test_generator_that_raises_when_it_is_closed_hides_no_earlier_error() -> None:
+    def forward(x: Tensor) -> Any:
+        try:
+            yield torch.ones(1, 4, dtype=torch.int64)
+        finally:
+            raise ValueError("in finally")
+
+    recorder = Recorder()
+    run(engine(forward), (item(1), recorder))
+    assert isinstance(recorder.error, OutputError)

@@ -63,14 +63,16 @@ class Streams:
                     if isinstance(outcome, dict) and not send(outcome, last):
                         break
             finally:
-                self._engine.clean()
-                # A generator may have code for its end.
-                if isinstance(state, AsyncGenerator):
-                    await state.aclose()
-                elif isinstance(state, Generator):
-                    state.close()
+                try:  # a generator may have code for its end
+                    if isinstance(state, AsyncGenerator):
+                        await state.aclose()
+                    elif isinstance(state, Generator):
+                        state.close()
+                finally:
+                    self._engine.clean()
         except BaseException as raised:
-            return self._engine.failures.classify(raised)
+            error = self._engine.failures.classify(raised)
+            return outcome if isinstance(outcome, BackendError) else error
         return outcome if isinstance(outcome, BackendError) else None
 
     @contextlib.contextmanager
@@ -172,17 +174,19 @@ class Streams:
         """
         self._engine.counts.stepped_streams += len(batch)
         self._engine.counts.retried_rows += len(batch) * again
-        with self._calling():
-            returned = self._call_step([state for state, _, _ in batch])
         try:
-            pairs = [(state, outputs) for _, (state, outputs) in zip(batch, returned, strict=True)]
-        except (TypeError, ValueError):
-            error = OutputError(
-                f"step() returned {a_type(returned)} without a pair for each stream",
-                expected=f"a list with {counted(len(batch), 'pair')} (next state, outputs)",
-            )
+            with self._calling():
+                returned = self._call_step([state for state, _, _ in batch])
+            pairs = returned if isinstance(returned, list | tuple) else ()
+            # Tensors with the states and the outputs of all streams can be unpacked, too.
+            if [isinstance(pair, tuple) and len(pair) for pair in pairs] != [2] * len(batch):
+                raise OutputError(
+                    f"step() returned {a_type(returned)} without a pair for each stream",
+                    expected=f"a list with {counted(len(batch), 'pair')} (next state, outputs)",
+                )
+        except OutputError as error:
             error.final = True  # with fewer streams, it may look right
-            raise error from None
+            raise
         return [
             (state, None if outputs is None else extract(outputs))
             for (_, extract, _), (state, outputs) in zip(batch, pairs, strict=True)

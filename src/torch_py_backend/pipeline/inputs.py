@@ -122,10 +122,9 @@ class Inputs:
                     f"input '{name}' has the shape {list(value.shape)} and no rows",
                     expected=f"{kind.axes} dimensions, the first of at least 1",
                 )
-            convert, checks, _ = kind.argument
-            if convert is not None and checks:
+            if kind.argument.check is not None:
                 try:
-                    convert(kind.gather([item[name] for item in items]))
+                    kind.argument.check(kind.gather([item[name] for item in items]))
                 except ValueError as error:
                     return InputError(f"input '{name}' {error}")
         if len(first) < len(self._specs):
@@ -258,13 +257,13 @@ class Argument(NamedTuple):
     """How an argument is made of a column.
 
     Attributes:
-        convert: makes it, or raises ValueError with what is wrong; None: it is the column.
-        checks: whether `convert` may raise.
+        convert: makes it; None: it is the column.
+        check: raises ValueError with what is wrong with a column; None: nothing can be.
         scalar: whether it is one value, which all items of a call have.
     """
 
     convert: _Make | None = None
-    checks: bool = False
+    check: _Make | None = None
     scalar: bool = False
 
 
@@ -294,9 +293,9 @@ def _argument(
         make = _text_or_bytes
     if kind.scalar:
         convert = partial(_one_value, f"{signature.name}() takes {takes.value}", make)
-        return Argument(convert, checks=True, scalar=True)
+        return Argument(convert, convert, scalar=True)
     if spec.dtype.torch is None:
-        return Argument(partial(_strings, takes, make), checks=True)
+        return Argument(partial(_strings, takes, make), _check_text if make is _text else None)
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
     if cast is None or not dtype.is_floating_point:
         return TENSOR
@@ -313,7 +312,7 @@ def _for_rows(argument: Argument) -> Argument:
             rows = [column[row, ...] for row in range(len(column))]
         return rows if argument.convert is None else list(map(argument.convert, rows))
 
-    return Argument(convert_rows, argument.checks)
+    return Argument(convert_rows, convert_rows if argument.scalar else argument.check)
 
 
 def _one_value(expected: str, make: _Make, column: Value) -> object:
@@ -332,6 +331,12 @@ def _strings(takes: ArgumentType, make: _Make, column: Strings) -> object:
     shaped: Strings = np.empty(column.shape, dtype=np.object_)
     shaped.ravel()[:] = texts
     return shaped if takes is ArgumentType.TENSOR else shaped.tolist()
+
+
+def _check_text(column: Strings) -> None:
+    """Check all strings at once, apart from each other; states are decoded already."""
+    texts = [text for text in column.reshape(-1).tolist() if isinstance(text, bytes)]
+    _text(b"\n".join(texts))
 
 
 def _text(text: str | bytes) -> str:

@@ -53,7 +53,7 @@ class Counts:
         compile_cache: loads, by whether the compile cache had an entry: hit or miss.
         stream_responses: responses of streams.
         stepped_streams: streams in all calls of step().
-        preprocess_seconds: of successful batches, with attaching states; likewise below.
+        preprocess_seconds: with attaching states; failed calls do not count below.
     """
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CODES, 0))

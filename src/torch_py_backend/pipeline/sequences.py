@@ -47,8 +47,8 @@ class Sequences:
         sequencing = config.sequencing
         assert sequencing is not None  # noqa: S101  only sequences have states
         self._idle, self._most = sequencing.idle_s, sequencing.most
-        # The states of each by the names of their inputs, and the time of its last step, which is
-        # the oldest of the first one.
+        # The states of each by the names of their inputs, and the time of its last step; the one
+        # whose last step is the oldest comes first.
         self._live: dict[int | str, tuple[Item, float]] = {}
         # Takes the place of a request that only fills a slot: it is not run.
         self._unsent = UnavailableError("the request is not a step of a sequence")
