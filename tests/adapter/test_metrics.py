@@ -195,7 +195,7 @@ def test_triton_that_refuses_values(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patched.setattr(fake_triton.Metric, "increment", refuse)
         patched.setattr(fake_triton.Metric, "set", refuse)
         model._engine.counts.count_requests("OK")  # only values that change are published
-        until(lambda: not model._publisher._thread.is_alive())
+        until(lambda: not model._publisher._table)
         (line,) = logged("warn")
         assert "no more metrics are published: TritonModelException: gone." in line
         (response,) = model.execute([request(1)])

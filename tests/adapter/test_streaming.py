@@ -318,3 +318,19 @@ def test_a_fatal_error_ends_live_and_new_streams(
     assert not served.model.is_ready()
     (poisoned,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
     until(lambda: poisoned.value() == 1)
+
+
+def test_a_task_that_raises_system_exit_ends_no_stream(tmp_path: Path) -> None:
+    served = Served(
+        tmp_path,
+        _model(
+            "import asyncio\nimport sys\n\n\nasync def _leave():\n    sys.exit(3)\n\n\n"
+            "async def forward(x):\n    yield x\n    if x > 1:\n"
+            "        forward.task = asyncio.create_task(_leave())\n"
+            "        forward.task.add_done_callback(asyncio.Task.exception)\n"
+            "        await asyncio.sleep(0.01)\n        yield x\n"
+        ),
+    )
+    for _ in range(2):
+        (responses,) = served.send(served.request({"x": streamed.floats(2)}))
+        assert [response.error() for response in responses] == [None, None]

@@ -132,6 +132,7 @@ def test_several_weights_need_a_name(tmp_path: Path) -> None:
         ("@op('shop::f')\ndef f(x): ...\nclass Pair(typing.NamedTuple): ...\n", "model.pt"),
         ("try:\n    class Net(PreTrainedModel): ...\nfinally: ...\n", "model.py"),
         ("def (", "model.pt"),
+        ("class Kind(enum.Enum): ...\nclass F(autograd.Function): ...\n", "model.pt"),
     ],
 )
 def test_model_py_without_a_module_belongs_to_the_complete_model_beside_it(

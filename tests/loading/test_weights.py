@@ -2,6 +2,7 @@ import argparse
 import collections
 import json
 import re
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -439,6 +440,8 @@ class Tabled(nn.Module):
 
 def scripted(net: Tabled, path: Path) -> Any:
     torch.jit.save(torch.jit.script(net), path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("README.md", "added later")
     loaded = torch.jit.load(path)
     weights.share((*loaded.parameters(), *loaded.buffers()), path)
     return loaded
@@ -448,6 +451,18 @@ def save_program(net: Tabled, path: Path) -> Any:
     torch.export.save(torch.export.export(net, (torch.ones(2, 6),)), path)
     artifact = Artifact(ArtifactType.EXPORTED, path)
     return exported.load(artifact, build.config(max_batch_size=0), None).module
+
+
+def test_constant_with_the_name_of_a_node_is_no_input(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def forward(self, x: Tensor, activation: str = "relu") -> Tensor:
+            return torch.relu(x)
+
+    path = tmp_path / "model.pt2"
+    torch.export.save(torch.export.export(Named(), (torch.ones(2, 3), "relu")), path)
+    loaded = exported.load(Artifact(ArtifactType.EXPORTED, path), build.config(), None)
+    assert loaded.traced is not None
+    assert list(loaded.traced[0]) == ["x"]
 
 
 @pytest.mark.parametrize("make", [scripted, save_program])

@@ -93,6 +93,14 @@ def test_faults(fault: Any, store: Any, tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.glob("cache/*/outside"))
 
 
+def test_a_store_that_makes_no_folders(tmp_path: Path) -> None:
+    for name, content in _FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    folder = remote_repository.local(f"file://{tmp_path}/a", tmp_path / "cache", print)
+    assert (folder / "1" / "model.pt").read_bytes() == b"weights"
+
+
 def test_refused_caches(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)

@@ -101,6 +101,7 @@ def called(parameters: str, names: str) -> str:
         # by path
         ("x, y", "y, ARGS[0]", "{x: ARGS[0], y: y}"),
         ("x, *, y", "KWARGS[y], KWARGS[x]", "{x: KWARGS[x], y: KWARGS[y]}"),
+        ("x, **kw", "x, KWARGS[s]", "{x: x, kw: {s: KWARGS[s]}}"),
         (
             "x: tuple[Tensor, Tensor], y: list[Tensor]",
             "ARGS[1][0], ARGS[0][1], ARGS[0][0]",
@@ -162,6 +163,7 @@ def test_inputs_are_bound_by_name_path_or_number_else_in_order(
         # gaps
         ("x, y", "x, ARGS[1][0], ARGS[1][2]", "leave gaps in a list; expected items 0 to 1"),
         ("x: list[Tensor]", "a, b?, c", "a, c leave gaps in a list"),
+        ("x, y=None, *xs, **kw", "x, i__2", "leave a gap before them"),
         # TorchScript
         (SCRIPT, "i__0, i__2", "has no i__2; expected names among INPUT0"),
         (SCRIPT, "ARGS[0], mask", "has no mask"),

@@ -107,8 +107,7 @@ def _traced(read: _Read) -> _Read:
     """Return a function that reads a request and adds its trace context, if it has one.
 
     Triton makes the spans of a request. Its context is OpenTelemetry's current one in the model's
-    code: code that makes spans, or calls other services, continues the trace. The server (before
-    24.04), or the process, which lacks opentelemetry-api, may have no traces.
+    code, which continues the trace. Servers before 24.04 have no traces.
     """
     try:
         from opentelemetry import trace  # noqa: PLC0415
@@ -163,8 +162,7 @@ def write(result: Any, model: str) -> Response:
 def writer(names: Sequence[str]) -> Scatter:
     """Return a function that makes responses of a batch's outputs in as few calls as possible.
 
-    It takes the place of `scatter` of a pipeline. If Triton refuses an output, it returns outputs
-    by name: writing each response alone finds which.
+    It takes the place of `scatter`. If Triton refuses an output, it returns outputs by name.
     """
     response = pb_utils.InferenceResponse
 

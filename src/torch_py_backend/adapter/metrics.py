@@ -78,7 +78,7 @@ TABLE: tuple[Family, ...] = (
     ),
     Family(
         "pytorch_py_stage_seconds_total",
-        "Seconds that successful batches spent in a stage",
+        "Seconds that batches spent in a stage, without calls that failed",
         lambda of: {stage: getattr(of.engine.counts, f"{stage}_seconds") for stage in _STAGES},
         "stage",
     ),
@@ -141,13 +141,14 @@ class Publisher:
         self.status: InstanceStatus = status
         # Triton's metrics and their last values, by the family's name and the value of its label.
         self._series: dict[tuple[str, str], tuple[Any, float]] = {}
+        self._table = TABLE  # empty once Triton has refused a value
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
         """Publish for the first time, and then periodically."""
-        if self.publish():
-            self._thread.start()
+        self.publish()
+        self._thread.start()
 
     def close(self) -> None:
         """Publish the last counts and the end of the instance. May be called twice."""
@@ -155,16 +156,17 @@ class Publisher:
             self._closed.set()
             self._thread.join()
 
-    def publish(self) -> bool:
-        """Publish all current values; return whether Triton takes them."""
+    def publish(self) -> None:
+        """Publish all current values; the last time if Triton refuses one."""
         try:
-            for row in TABLE:
-                for label, value in row.read(self).items():
+            for row in self._table:
+                # Gauges without a value any more become 0.
+                known = [label for name, label in self._series if name == row.name]
+                for label, value in {**dict.fromkeys(known, 0.0), **row.read(self)}.items():
                     self._publish(row, label, value)
         except Exception as error:
             log.warning("no more metrics are published: %s.", summarize(error))
-            return False
-        return True
+            self._table = ()
 
     def _publish(self, row: Family, label: str, value: float) -> None:
         logs.end_if_orphaned()
@@ -195,7 +197,8 @@ class Publisher:
         time.sleep(0)  # release the GIL for a request
 
     def _run(self) -> None:
-        taken = True
-        while taken and not self._closed.is_set():
-            self._closed.wait(_SECONDS)
-            taken = self.publish()
+        closed = False
+        while not closed:
+            closed = self._closed.wait(_SECONDS)
+            logs.end_if_orphaned()
+            self.publish()

@@ -73,7 +73,11 @@ class Streaming:
         runtime.make_current(self._engine.device)
         self._loop.call_soon(self._watch)
         with runtime.mode(self._engine.config.options):
-            self._loop.run_forever()
+            while True:
+                # asyncio lets them through, from a task that the model has started.
+                with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                    self._loop.run_forever()
+                    break
             self._loop.run_until_complete(self._finish())
         self._loop.close()
 
@@ -91,9 +95,10 @@ class Streaming:
         self._loop.call_later(max(_POLL_S, len(self.live) / 2000), self._watch)
         for client, task in self.live.items():
             # After the final response, a query reads memory that Triton has freed: 24.10 dies.
-            if not (client.ended or client.refusal) and client.sender.is_cancelled():
-                client.refusal = CancelledError("the request was cancelled in mid-stream")
-                task.cancel()
+            with contextlib.suppress(pb_utils.TritonModelException):
+                if not (client.ended or client.refusal) and client.sender.is_cancelled():
+                    client.refusal = CancelledError("the request was cancelled in mid-stream")
+                    task.cancel()
 
     async def _finish(self) -> None:
         """End the streams, and the tasks that the model has started."""

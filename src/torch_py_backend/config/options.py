@@ -53,7 +53,7 @@ def _one_of(values: Mapping[str, object]) -> Parser:
 
 
 boolean = _one_of({"true": True, "on": True, "1": True, "false": False, "off": False, "0": False})
-yes_no = _one_of({"yes": True, "no": False})  # of Triton itself
+yes_no = Parser("yes or no", {"yes": True, "no": False}.__getitem__)  # Triton reads only these
 matmul_precision = _one_of({word: word for word in ("highest", "high", "medium")})
 floating = _one_of({name: name for name in ("FP16", "BF16", "FP32", "FP64")})
 positive = _checked("an integer of at least 1", int, lambda number: number >= 1)

@@ -111,6 +111,8 @@ class Packaged:
             leaves, tree = pytree.tree_flatten((args, kwargs))
             if tree != self._tree:  # an optional input is missing
                 return self._module(*args, **kwargs)
+        if any(leaf is None for leaf in leaves):  # likewise
+            return self._module(*args, **kwargs)
         for leaf, dim, least in self._sizes:
             if leaves[leaf].shape[dim] < least:
                 return self._module(*args, **kwargs)
@@ -224,13 +226,19 @@ def write(engine: Engine, path: Path) -> None:
             files.replace(path.with_suffix(suffix), draft.with_suffix(suffix).read_bytes())
 
 
+def _are_tensors(leaves: Sequence[Any]) -> bool:
+    return all(isinstance(leaf, Tensor) for leaf in leaves)
+
+
 def _sizes(calls: Sequence[_Call]) -> list[tuple[int, int, int]]:
     """Return the leaf, the dimension and the least value of each size in which calls differ."""
     sizes = []
     _, leaves, tree = calls[0]
+    # Not those without an optional input.
+    alike = [(rows, of) for rows, of, other in calls if other == tree and _are_tensors(of)]
     for number, leaf in enumerate(leaves):
         for dim in range(leaf.ndim):
-            seen = {(rows, of[number].shape[dim]) for rows, of, other in calls if other == tree}
+            seen = {(rows, of[number].shape[dim]) for rows, of in alike}
             if len({size for _, size in seen}) > 1:
                 # A size that depends on the rows alone is compared where it is 1.
                 of_rows = len({rows for rows, _ in seen}) == len(seen)
@@ -241,7 +249,7 @@ def _sizes(calls: Sequence[_Call]) -> list[tuple[int, int, int]]:
 def _compile(path: Path, loaded: Loaded, calls: Sequence[_Call]) -> None:
     """Export and compile a module; sizes in which its calls differ are dynamic."""
     _, leaves, tree = calls[0]
-    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+    if not _are_tensors(leaves):
         raise LoadError("the module takes values that are not tensors", cure=_CURE)
     sizes = _sizes(calls)
     dynamic: list[dict[int, Any]] = [{} for _ in leaves]

@@ -197,11 +197,7 @@ class Engine:
         writer: Scatter | None = None,
         steps: Sequences | None = None,
     ) -> Stages:
-        """Return the stages of the model's pipeline.
-
-        `writer` takes the place of `scatter` for a model without features; by default results are
-        outputs by name. `steps` are the states of sequences; without them, items have them.
-        """
+        """Return the stages of the pipeline; `writer` is the `scatter` of a plain model."""
         config, hooked, counts, rows = self.config, self.hooked, self.counts, self.rows
         before: tuple[Before, ...] = ()
         after: tuple[After, ...] = ()

@@ -77,11 +77,7 @@ class Streams:
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Enter a call of the model's code, until its next response.
-
-        Raises:
-            OutputError: the model leaves a context open, which would affect all streams.
-        """
+        """Enter a call of the model's code; OutputError if it leaves a context open for others."""
         began, before = time.perf_counter(), runtime.thread_state(self._engine.device)
         self._engine.failures.on_call()
         try:
@@ -96,11 +92,7 @@ class Streams:
             )
 
     def _begin(self, entry: Entry) -> tuple[object, _Extract]:
-        """Call the model for one item; return its result, and what makes outcomes of its stream.
-
-        Raises:
-            BackendError: the entry is an error, or not what the model takes.
-        """
+        """Call the model for one item; return its result, and what makes outcomes of its stream."""
         (entry,), groups = self._stages.group([entry])
         if isinstance(entry, BackendError):
             raise entry
@@ -167,11 +159,7 @@ class Streams:
             future.set_result((None, result) if isinstance(result, BackendError) else result)
 
     def _step(self, batch: Sequence[_Waiting], again: bool) -> Sequence[_Advance]:  # noqa: FBT001
-        """Return what follows the state of each stream.
-
-        Raises:
-            OutputError: step() has not returned a pair for each.
-        """
+        """Return what follows the state of each stream; OutputError without a pair for each."""
         self._engine.counts.stepped_streams += len(batch)
         self._engine.counts.retried_rows += len(batch) * again
         try:

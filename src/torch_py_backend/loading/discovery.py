@@ -70,8 +70,9 @@ HOOKS = "hooks.py"
 """The name of the file of hooks in a version folder."""
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
 """The suffixes of weights files that are found by their stem."""
-# Bases of classes that programs take and return.
-_CONTAINERS = {b"NamedTuple", b"OrderedDict", b"dict", b"ModelOutput"}
+# Bases of classes that programs take and return, and of others that are no modules.
+_CONTAINERS = {b"NamedTuple", b"OrderedDict", b"dict", b"ModelOutput", b"Enum", b"IntEnum"}
+_CONTAINERS |= {b"object", b"ABC", b"Protocol", b"Function", b"Exception", b"ValueError"}
 _DEFAULTS = ("model.py", "model.pt", "model.pt2")
 
 

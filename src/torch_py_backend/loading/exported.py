@@ -62,11 +62,13 @@ def _inputs(program: ExportedProgram, module: nn.Module) -> tuple[Signature, lis
     nodes = {node.name: node for node in program.graph.nodes}
     constants: dict[int, Any] = {}
     values = []
-    for leaf, argument in enumerate(program.graph_signature.user_inputs):
-        if argument in nodes:
-            values.append(nodes[argument].meta["val"])
-        else:  # it was a constant at the export
-            constants[leaf] = argument
+    kind = torch.export.graph_signature.InputKind.USER_INPUT
+    specs: Any = [spec for spec in program.graph_signature.input_specs if spec.kind is kind]
+    for leaf, spec in enumerate(specs):
+        if hasattr(spec.arg, "value"):  # it was a constant at the export
+            constants[leaf] = spec.arg.value
+        else:
+            values.append(nodes[spec.arg.name].meta["val"])
     names = list(inspect.signature(module.forward).parameters)
     return introspection.from_tree(in_spec, constants, names), values
 

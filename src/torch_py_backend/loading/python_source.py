@@ -53,11 +53,7 @@ def import_source(path: Path) -> ModuleType:
 
 
 def _make_importable(folder: Path) -> None:
-    """Make the modules in a folder importable from now on.
-
-    Triton's stub imports the backend's file as `model`. It is removed from sys.modules, because the
-    folder may have a `model` of its own.
-    """
+    """Make the modules in a folder importable, also a `model`, as Triton's stub names ours."""
     model = sys.modules.get("model")
     stub = getattr(model, "__file__", None)
     if stub is not None and not Path(stub).is_relative_to(folder):
@@ -131,8 +127,7 @@ def load(
 def construct(config: ModelConfig, artifact: Artifact) -> tuple[Any, bool]:
     """Return the module or the function that is served, and whether it has its weights already.
 
-    A class of a package with `from_pretrained`, as in transformers, gets the folder with the
-    config.json, and no network; it reads the weights itself.
+    A class with `from_pretrained`, as in transformers, reads the folder itself, without a network.
     """
     path, options = artifact.path, config.options
     keywords, name = options.model_kwargs or {}, options.model_factory or ""

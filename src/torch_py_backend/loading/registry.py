@@ -72,8 +72,7 @@ def load(
     """Load an artifact as a module in eval mode on a device; None: the model places itself.
 
     hooks.py and the source file beside it are imported before: they may register operators and
-    classes that it needs. If the source file cannot be imported, that is a warning: it may have
-    nothing to do with the artifact.
+    classes that it needs. A source file that cannot be imported is a warning.
     """
     path = artifact.path
     if artifact.hooks is not None:

@@ -12,7 +12,7 @@ import inspect
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 from unittest import mock
@@ -226,16 +226,9 @@ def share(weights: Iterable[object], archive: Path) -> None:
     for weight in weights:
         if has_plain_storage(weight) and weight.device.type == "cpu":
             by_storage[storage_id(weight)].append(weight)
-    path = str(archive)
-    size = archive.stat().st_size
-    file: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
-    reader: Any = torch._C.PyTorchFileReader(path)
     records = defaultdict(list)
-    for member in discovery.members(archive):
-        if member.compress_type == zipfile.ZIP_STORED and member.file_size:
-            start = reader.get_record_offset(member.filename.partition("/")[2])
-            record = file[start : start + member.file_size]
-            records[_fingerprint(record)].append(record)
+    for record in _stored_members(archive):
+        records[_fingerprint(record)].append(record)
     for sharers in by_storage.values():
         storage = sharers[0].untyped_storage()
         # Views that other objects hold must keep the memory.
@@ -249,6 +242,20 @@ def share(weights: Iterable[object], archive: Path) -> None:
                     for weight in sharers:
                         weight.set_(record, weight.storage_offset(), weight.shape, weight.stride())
                 break
+
+
+def _stored_members(archive: Path) -> Iterator[torch.UntypedStorage]:
+    """Yield each uncompressed member of an archive as memory of the mapped file."""
+    path = str(archive)
+    size = archive.stat().st_size
+    file: Any = torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
+    reader: Any = torch._C.PyTorchFileReader(path)
+    for member in discovery.members(archive):
+        name = member.filename.partition("/")[2]
+        is_stored = member.compress_type == zipfile.ZIP_STORED and member.file_size
+        if is_stored and reader.has_record(name):  # others were added to the archive
+            start = reader.get_record_offset(name)
+            yield file[start : start + member.file_size]
 
 
 def _fingerprint(storage: torch.UntypedStorage) -> tuple[int, bytes]:

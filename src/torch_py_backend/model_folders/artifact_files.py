@@ -27,11 +27,7 @@ _TEXT_HOOKS = Path(__file__).parents[1] / "saving" / "text_hooks.py"
 
 
 def unpack_archive(archive: Path, folder: Path) -> tuple[Path, JsonObject]:
-    """Unpack an archive of torch-model-archiver.
-
-    Return the file of TorchScript, or of weights with a source file of the same name beside it; and
-    what it needs in config.pbtxt.
-    """
+    """Unpack an archive of torch-model-archiver; return its model file, and entries of a config."""
     try:
         with zipfile.ZipFile(archive) as opened:
             opened.extractall(folder)  # drops `..` and roots, and creates no links
@@ -106,11 +102,7 @@ def _pretrained(
     *,
     tensors: bool,
 ) -> tuple[dict[str, Path], JsonObject]:
-    """Return the files of a `save_pretrained` folder: weights, and config.json with their class.
-
-    A classifier of texts gets hooks that tokenize them. Other models have results for each token: a
-    batch of texts would pad them.
-    """
+    """Return the files of a `save_pretrained` folder; a classifier of texts has hooks for them."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         (architecture, *_) = config.get("architectures") or ["AutoModel"]
@@ -136,8 +128,7 @@ def _pretrained(
 def pretrained_kwargs(arguments: Iterable[str]) -> JsonObject:
     """Return arguments of a transformers model without which it would return its cache.
 
-    The cache is an object, which cannot be an output. The argument of `forward()` that takes it is
-    `past_key_values`, from transformers 5.24 on `cache`.
+    The argument that takes it is `past_key_values`, from transformers 5.24 on `cache`.
     """
     return {"use_cache": False} if {"past_key_values", "cache"} & {*arguments} else {}
 
@@ -170,6 +161,8 @@ def pad(config: Document, document: JsonObject) -> None:
     token = config.get("pad_token_id")
     names = [entry["name"] for entry in document["input"] if -1 in entry["dims"]]
     if token is None or "attention_mask" not in names or config.get("is_encoder_decoder"):
+        return
+    if not document["max_batch_size"]:
         return
     as_long = [entry["name"] for entry in document["output"] if -1 in entry["dims"]]
     settings: dict[str, JsonObject] = {name: {} for name in names if name != "attention_mask"}

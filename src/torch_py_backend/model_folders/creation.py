@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torch_py_backend import autocomplete
+from torch_py_backend import autocomplete, files
 from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ToolError
@@ -100,7 +100,7 @@ def write_config(
     for field, comment in _COMMENTS.items():
         if entries := pbtxt.lines(field, config.get(field)):
             lines += ["", f"# {comment}", *entries]
-    (folder / "config.pbtxt").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    files.replace(folder / "config.pbtxt", "\n".join([*lines, ""]).encode())
     return report
 
 

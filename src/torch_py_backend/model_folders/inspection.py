@@ -110,7 +110,8 @@ def _complete(arguments: Mapping[str, str], document: JsonObject) -> None:
             document["input"] = artifact_files.pretrained_inputs(pretrained, names)
     arguments = {**arguments, "model_config": json.dumps(document)}
     document |= schema.describe(arguments, finds_batch=True)
-    artifact_files.pad(pretrained, document)
+    if not (folder / "1" / HOOKS).exists():
+        artifact_files.pad(pretrained, document)
     artifact_files.write_labels(pretrained, document, folder)
 
 

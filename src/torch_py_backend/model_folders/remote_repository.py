@@ -68,10 +68,10 @@ def local(
             report(f"{problem}. Serving the files that were fetched last.")
         if is_hub and (folder / "config.json").is_file():
             model = folder.parent
-            (model / "config.pbtxt").unlink(missing_ok=True)
             with about(model.name):
                 _, needs = artifact_files.find(folder, None, tensors=True)
-                creation.write_config(model, {**pbtxt.read(model), **needs}, new=True)
+                # Not the config of the last start: the version's folder has none.
+                creation.write_config(model, {**pbtxt.read(folder), **needs}, new=True)
             return model.parent
     return folder
 
@@ -102,6 +102,8 @@ def _fetch_files(
         paths = [(scratch / name).resolve() for name in changed]
         if not all(path.is_relative_to(scratch) for path in paths):
             raise ValueError("the name of a file leads out of the folder")
+        for path in paths:  # not every store makes folders
+            path.parent.mkdir(parents=True, exist_ok=True)
         store.get([f"{root.rstrip('/')}/{name}" for name in changed], [*map(str, paths)])
         shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
     for name in before.keys() - present.keys():

@@ -84,11 +84,7 @@ def filled(
     copy: Callable[[Value], Value],
     counts: Counts,
 ) -> Fill:
-    """Return `fill` for a model that takes certain numbers of rows.
-
-    The last row, whose values are valid, fills a call. Rows that fill it are counted here, the
-    others by the pipeline.
-    """
+    """Return `fill` for a model that takes certain numbers of rows: the last row fills a call."""
 
     def fill(call: Call, columns: Columns, rows: int) -> Columns:
         if limits.accept(rows):

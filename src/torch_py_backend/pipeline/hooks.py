@@ -117,11 +117,7 @@ class HookedPipeline:
         binding: InputBinding,
         rows: Sequence[Sequence[Tree]],
     ) -> Item:
-        """Return the prepared rows of a request.
-
-        Raises:
-            BackendError: a row is refused, or the request has no rows.
-        """
+        """Return the prepared rows of a request; BackendError if there are none, or one fails."""
         if not rows:
             raise InputError("the request has no rows")
         hook, stacked = self.hooks.preprocess, self.hooks.collate is None
@@ -361,10 +357,9 @@ def to_device(
 
 
 def split(result: Tree, rows: int) -> list[Tree]:
-    """Split a result by rows: a tensor into slices, a list into entries.
+    """Split a result by rows: tensors into slices, lists into entries, in tuples and dicts, too.
 
-    Split the parts of tuples, dicts and outputs of transformers likewise. Repeat anything else, but
-    a dataclass, whose tensors are not found.
+    Anything else is repeated, but a dataclass, whose tensors are not found.
     """
     leaves, structure = pytree.tree_flatten(result, lambda part: isinstance(part, list))
     columns = []

@@ -273,11 +273,7 @@ TENSOR = Argument()
 def _argument(
     signature: Signature, spec: TensorSpec, takes: ArgumentType, cast: torch.dtype | None
 ) -> Argument:
-    """Return how an input's argument is made; floating-point values are converted to `cast`.
-
-    Raises:
-        BindingError: the argument does not take the type of the input without loss.
-    """
+    """Return how an input's argument is made; BindingError if it does not take its type."""
     kind = _KINDS[takes]
     accepted = kind.accepts
     make = kind.make

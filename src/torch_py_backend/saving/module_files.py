@@ -65,10 +65,9 @@ def write_source(
 
 
 def _write_class(folder: Path, stem: str, value: type) -> None:
-    """Write a class into model.py or hooks.py, where the class of hooks is `Hooks`: its import.
+    """Write the import of a class into model.py or hooks.py, where the class of hooks is `Hooks`.
 
-    The files of a module that is not installed are copied; one of them may have that name itself.
-    A class of hooks in a script or notebook is written out.
+    Files that are not installed are copied. A class of hooks in a script is written out.
     """
     module = value.__module__
     name = value.__name__
@@ -103,18 +102,21 @@ def _write_class(folder: Path, stem: str, value: type) -> None:
 def _source(value: type) -> str:
     """Return the source of a class in a script or notebook, after the imports of what it uses."""
     text = textwrap.dedent(inspect.getsource(value))
-    names = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    nodes = list(ast.walk(ast.parse(text)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
     stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    stored |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    stored |= {value.__name__, "__file__", "__name__"}
     script = vars(sys.modules["__main__"])
     lines = []
-    for name in sorted({node.id for node in names} & script.keys() - stored - {value.__name__}):
+    for name in sorted({node.id for node in names} & script.keys() - stored):
         used = script[name]
-        module = getattr(used, "__module__", None)
+        module: Any = getattr(used, "__module__", "__main__")
         attribute = getattr(used, "__name__", "")
         alias = "\n" if attribute == name else f" as {name}\n"
         if isinstance(used, ModuleType):
             lines.append(f"import {attribute}{alias}")
-        elif module not in (None, "__main__") and hasattr(sys.modules[module], attribute):
+        elif module != "__main__" and getattr(sys.modules.get(module), attribute, None) is used:
             lines.append(f"from {module} import {attribute}{alias}")
         else:
             problem = f"{value.__name__} uses '{name}', which is defined in the script"

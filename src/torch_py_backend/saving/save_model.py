@@ -166,11 +166,7 @@ def _complete(
 def _hooks_of(
     module: nn.Module, kind: str | None, processor: object, hooks: type | None
 ) -> tuple[type | Path | None, object]:
-    """Return the user's hooks, or the file of the processor's and its example of a request.
-
-    Raises:
-        SaveError: the arguments do not fit together.
-    """
+    """Return the user's hooks, or the processor's file and its example; SaveError if none fit."""
     if isinstance(module, torch.jit.ScriptModule):
         raise SaveError(
             f"module is {a_type(module)}",

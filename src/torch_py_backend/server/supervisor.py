@@ -289,7 +289,10 @@ class Supervisor:
         if model is None:
             if not state.ready:
                 return
-            model = self._models[name] = ModelRecord(name, self.clock())
+            model = ModelRecord(name, self.clock())
+            self._serve(model, "loaded through Triton's API")
+            self._models[name] = model  # complete: other threads read it
+            return
         if model.call is not None:
             return
         is_serving = model.phase is Phase.SERVING

@@ -145,7 +145,8 @@ class Signature:
         if path is not None and self.leaves is None:
             texts = path[2][1:-1].split("][")
             first, *keys = [int(t) if re.fullmatch("[0-9]{1,4}", t) else t for t in texts]
-            if path[1] == "KWARGS" and first in self.named:
+            any_keyword = isinstance(first, str) and first and self.has(Passing.VAR_KEYWORD)
+            if path[1] == "KWARGS" and (first in self.named or any_keyword):
                 return str(first), tuple(keys)
             number = first if path[1] == "ARGS" and isinstance(first, int) else None
         if number is not None and number < len(slots := self.slots(number + 1)):

@@ -78,22 +78,15 @@ def bind_inputs(
     for name, (slot, path) in places.items():
         if name not in left_out:
             feeds.setdefault(slot, {})[path] = name
-    for argument in signature.arguments:
-        if argument.required and not argument.nullable and argument.name not in feeds:
-            reason = f"; {join_names(left_out)} cannot be optional" if left_out else ""
-            raise BindingError(
-                f"no input feeds {signature.name}()'s argument {argument.name}{reason}",
-                expected=f"inputs for {signature}",
-                cure="Add them to config.pbtxt, or give the arguments defaults.",
-            )
-        if argument.required:
-            feeds.setdefault(argument.name, {})  # it allows None
+    _feed_required(signature, feeds, left_out)
     # Arguments are passed by position up to the first one without input, then by keyword.
     leading = list(itertools.takewhile(feeds.__contains__, signature.slots(len(names))))
     types = {argument.name: argument.type for argument in signature.arguments}
     columns: list[str] = []
     args = [_tree(feeds.pop(slot), types.get(slot), columns) for slot in leading]
     kwargs = {slot: _tree(parts, types.get(slot), columns) for slot, parts in feeds.items()}
+    if any(slot.startswith("*") for slot in kwargs):
+        raise BindingError(f"inputs for * of {signature} leave a gap before them")
     tensor = ArgumentType.TENSOR
     bound = [places[name] for name in columns]
 
@@ -117,6 +110,24 @@ def bind_inputs(
         call_positional if is_flat else call,
         tuple(path_text(*place) for place in bound),
     )
+
+
+def _feed_required(
+    signature: Signature,
+    feeds: dict[str, dict[Path, str]],
+    left_out: Collection[str],
+) -> None:
+    """Add required arguments that allow None to those with inputs; BindingError for others."""
+    for argument in signature.arguments:
+        if argument.required and not argument.nullable and argument.name not in feeds:
+            reason = f"; {join_names(left_out)} cannot be optional" if left_out else ""
+            raise BindingError(
+                f"no input feeds {signature.name}()'s argument {argument.name}{reason}",
+                expected=f"inputs for {signature}",
+                cure="Add them to config.pbtxt, or give the arguments defaults.",
+            )
+        if argument.required:
+            feeds.setdefault(argument.name, {})
 
 
 def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
