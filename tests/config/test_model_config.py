@@ -1,5 +1,6 @@
 """Triton's arguments as a ModelConfig."""
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,30 @@ def test_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert config.version_folder == tmp_path / "models" / "digits" / "7"
 
 
+_KIND = {"kind": "BATCH_ELEMENT_COUNT", "data_type": "TYPE_INT32", "target_name": ["n", "m"]}
+_SCATTER = {"target_name": ["y"], "source_input": ["x"]}
+
+
+def batching(**settings: Any) -> dict[str, Any]:
+    return {"sequence_batching": settings}
+
+
+def control(**values: Any) -> dict[str, Any]:
+    empty = {"int32_false_true": [], "fp32_false_true": [], "data_type": "TYPE_INVALID"}
+    return batching(control_input=[{"name": "c", "control": [empty | values]}])
+
+
+def state(*initial: dict[str, Any]) -> dict[str, Any]:
+    names = {"input_name": "past", "output_name": "present"}
+    return batching(state=[names | tensor(dims=[2, -1]) | {"initial_state": initial}])
+
+
+def kept(initial: tuple[int, ...], file: str | None = None) -> tuple[State, ...]:
+    return (State("past", "present", dtypes.from_triton("FP32"), (2, -1), initial, file),)
+
+
 @pytest.mark.parametrize(
-    ("document", "field", "expected"),
+    ("document", "path", "expected"),
     [
         # both settings of Triton's Python runtime; our backend's name is not one
         ({}, "python_runtime", False),
@@ -73,88 +96,43 @@ def test_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         # Triton's empty default is None
         ({"default_model_filename": "./sub/a..b.pt"}, "default_model_filename", "./sub/a..b.pt"),
         ({"default_model_filename": ""}, "default_model_filename", None),
+        # dims are those after Triton's reshape, which the model receives
+        ({"input": [tensor(reshape={"shape": [2, 2]})]}, "inputs", ["x FP32 [2, 2]"]),
+        ({"output": [tensor(dims=[1], reshape={})]}, "outputs", ["x FP32 []"]),
+        ({"input": [tensor(reshape=None)]}, "inputs", ["x FP32 [4]"]),
+        # each target is a tensor
+        (
+            {"batch_input": [_KIND | {"source_input": ["x"]}]},
+            "batch_inputs",
+            [f"{name} INT32 (BATCH_ELEMENT_COUNT of x)" for name in "nm"],
+        ),
+        ({"batch_output": [_SCATTER]}, "batch_outputs", (BatchOutput("y", "x"),)),
+        # schedulers are Triton's
+        (batching(), "sequencing", SequenceConfig(1.0, (), (), True, 8)),
+        (batching(direct={}), "sequencing.direct", True),
+        (
+            batching(oldest={"max_candidate_sequences": 30}),
+            "sequencing",
+            SequenceConfig(1.0, (), (), False, 30),
+        ),
+        (batching(max_sequence_idle_microseconds="5000000"), "sequencing.idle_s", 5.0),
+        # the type of a control follows from the values that are set
+        (control(int32_false_true=[0, 1]), "sequencing.controls", ["c INT32 [1] (control)"]),
+        (control(bool_false_true=[False, True]), "sequencing.controls", ["c BOOL [1] (control)"]),
+        (control(fp32_false_true=[-1, 1]), "sequencing.controls", ["c FP32 [1] (control)"]),
+        (control(data_type="TYPE_STRING"), "sequencing.controls", ["c BYTES [1] (control)"]),
+        # sizes of -1 are 1 at first, as in Triton; undefined there, zeros here
+        (state(), "states", kept((2, 1))),
+        (state(tensor(zero_data=True, dims=["2", "0"])), "states", kept((2, 0))),
+        (state(tensor(dims=[2, 3], data_file="f")), "states", kept((2, 3), "f")),
     ],
 )
-def test_setting_or_its_default(document: dict[str, Any], field: str, expected: object) -> None:
-    assert getattr(parsed(**document), field) == expected
+def test_setting_or_its_default(document: dict[str, Any], path: str, expected: object) -> None:
+    found = operator.attrgetter(path)(parsed(**document))
+    assert (list(map(str, found)) if isinstance(expected, list) else found) == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "dims"),
-    [
-        ({"dims": [4], "reshape": {"shape": [2, 2]}}, (2, 2)),
-        ({"dims": [1], "reshape": {}}, ()),
-        ({"dims": [4], "reshape": None}, (4,)),
-    ],
-)
-def test_reshape(changes: dict[str, Any], dims: tuple[int, ...]) -> None:
-    """Dims are those after Triton's reshape, which the model receives."""
-    config = parsed(input=[tensor(**changes)], output=[tensor(**changes)])
-    for spec in (*config.inputs, *config.outputs):
-        assert spec.dims == dims
-        assert spec.reshaped is (changes.get("reshape") is not None)
-
-
-def test_each_target_of_batch_inputs_and_outputs_is_a_tensor() -> None:
-    entry = {"target_name": ["n", "m"], "source_input": ["x"]}
-    kind = {"kind": "BATCH_ELEMENT_COUNT", "data_type": "TYPE_INT32"}
-    config = parsed(batch_input=[entry | kind], batch_output=[entry | {"target_name": ["y"]}])
-    texts = ["n INT32 (BATCH_ELEMENT_COUNT of x)", "m INT32 (BATCH_ELEMENT_COUNT of x)"]
-    assert [str(each) for each in config.batch_inputs] == texts
-    assert config.batch_outputs == (BatchOutput("y", "x"),)
-
-
-_FP32 = dtypes.from_triton("FP32")
-_FILE = {"data_type": "TYPE_FP32", "dims": [2, 3], "data_file": "f"}
-_BLOCK = {"input_name": "past", "output_name": "present"} | tensor(dims=[2, -1])
-_ZEROS = {"name": "b", "data_type": "TYPE_FP32", "zero_data": True}
-
-
-@pytest.mark.parametrize(
-    ("batching", "idle_s", "direct", "most"),
-    [
-        ({}, 1.0, True, 8),
-        ({"direct": {"max_queue_delay_microseconds": "500"}}, 1.0, True, 8),
-        ({"oldest": {"max_candidate_sequences": 30}}, 1.0, False, 30),
-        ({"max_sequence_idle_microseconds": "5000000"}, 5.0, True, 8),
-    ],
-)
-def test_schedulers_are_triton_s(
-    batching: dict[str, Any], idle_s: float, direct: bool, most: int
-) -> None:
-    config = parsed(sequence_batching=batching, max_batch_size=8)
-    assert config.sequencing == SequenceConfig(idle_s, (), (), direct, most)
-
-
-@pytest.mark.parametrize(
-    ("control", "dtype"),
-    [
-        ({"int32_false_true": [0, 1]}, "INT32"),
-        ({"bool_false_true": [False, True]}, "BOOL"),
-        ({"fp32_false_true": [-1, 1]}, "FP32"),
-        ({"data_type": "TYPE_UINT64"}, "UINT64"),
-        ({"data_type": "TYPE_STRING"}, "BYTES"),
-    ],
-)
-def test_controls(control: dict[str, Any], dtype: str) -> None:
-    """The type of a control follows from the values that are set."""
-    empty = {"int32_false_true": [], "fp32_false_true": [], "data_type": "TYPE_INVALID"}
-    entry = {"name": "c", "control": [{**empty, **control}]}
-    sequencing = parsed(sequence_batching={"control_input": [entry]}).sequencing
-    assert sequencing is not None
-    assert list(map(str, sequencing.controls)) == [f"c {dtype} [1] (control)"]
-
-
-@pytest.mark.parametrize(
-    ("initial", "sizes", "file"),
-    [
-        ([], (2, 1), None),  # undefined in Triton, zeros here
-        ([_ZEROS | {"dims": [2, 3]}], (2, 3), None),
-        ([_ZEROS | {"dims": ["2", "0"]}], (2, 0), None),
-        ([_FILE], (2, 3), "f"),
-    ],
-)
-def test_states(initial: list[Any], sizes: tuple[int, ...], file: str | None) -> None:
-    """A state has the settings of its block; sizes of -1 are 1 at first, as in Triton."""
-    config = parsed(sequence_batching={"state": [_BLOCK | {"initial_state": initial}]})
-    assert config.states == (State("past", "present", _FP32, (2, -1), sizes, file),)
+@pytest.mark.parametrize("reshape", [{"shape": [2, 2]}, None])
+def test_a_reshape_is_noted(reshape: Any) -> None:
+    config = parsed(input=[tensor(reshape=reshape)], output=[tensor(reshape=reshape)])
+    assert [spec.reshaped for spec in (*config.inputs, *config.outputs)] == [bool(reshape)] * 2

@@ -18,7 +18,6 @@ from engines import BAD, bad, check, items
 from torch import Tensor, nn
 
 from torch_py_backend.errors import (
-    BackendError,
     BindingError,
     ForwardError,
     OutOfMemoryError,
@@ -183,16 +182,26 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return times  # type: ignore[return-value]
 
 
-def test_the_memory_of_a_failed_call_is_freed_before_the_retry(freed: list[int]) -> None:
+def test_the_memory_of_a_failed_call_and_its_cause_is_freed_before_the_retry(
+    freed: list[int],
+) -> None:
     held: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    def model(x: Tensor) -> Tensor:
-        alive.append(sum(tensor() is not None for tensor in held))
+    def layer(x: Tensor) -> Tensor:
         activation = x + 1
         held.append(weakref.ref(activation))
         above(2)(x)
-        return x * 2
+        return activation
+
+    def model(x: Tensor) -> Tensor:
+        alive.append(sum(tensor() is not None for tensor in held))
+        before = x - 1
+        held.append(weakref.ref(before))
+        try:
+            return layer(x) + before
+        except RuntimeError as error:
+            raise ValueError("later") from error
 
     sent = items([float(place) for place in range(8)])
     assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
@@ -205,42 +214,35 @@ def test_the_memory_of_a_failed_call_is_freed_before_the_retry(freed: list[int])
     [
         (ANY_ROWS, {"check_finite": True}),
         (Rows(4, 8), {}),
-        (ANY_ROWS, {"batch_buckets": (2, 8, 32)}),
         (ANY_ROWS, {"pad": {"x": {"multiple_of": 4, "outputs": ["y"]}}}),
     ],
+    ids=["any rows", "some rows", "padded"],
 )
 def test_no_result_is_wrong_with_bad_values_and_varying_memory(
     rows: Rows, overrides: dict[str, Any]
 ) -> None:
     random = Random(1)
-    fits = [32]
-    kinds: dict[float, type[BackendError]] = {BAD: ForwardError, -8.0: OutOfMemoryError}
+    fits = 32
 
     def judge(x: Tensor) -> None:
-        above(max(fits[0], rows.least))(x)
-        if bool((x == -8).any()):
-            raise MemoryError
+        above(max(fits, rows.least))(x)
         bad(x)
 
     x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
     served = engine(Model(judge), rows, inputs=(x,), **overrides)
-    for _ in range(60):
-        fits[0] = random.choice([2, 3, 9, 32, 32])
-        sent, wrong = list[Item](), dict[int, float]()
+    for _ in range(30):
+        fits = random.choice([2, 3, 9, 32, 32])
+        sent, wrong = list[Item](), set[int]()
         for place in range(random.randint(1, 6)):
-            sent += items([random.random()], random.randint(1, 5), random.choice([3, 4]))
-            if random.random() < 0.2:
-                wrong[place] = random.choice(list(kinds))
-                x_of = np.asarray(sent[place]["x"])
-                x_of[random.randrange(len(x_of)), 1] = wrong[place]
+            value = random.choice([BAD, 1.0, 2.0, 3.0, 4.0])
+            sent += items([value], random.randint(1, 5), random.choice([3, 4]))
+            wrong |= {place} if value == BAD else set()
         outcomes = served.run(sent)
-
-        fixed = rows.least > 1 or "batch_buckets" in overrides
         for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
-            if place in wrong:
-                assert isinstance(outcome, kinds[wrong[place]] | OutOfMemoryError)
-            elif isinstance(outcome, OutOfMemoryError):
-                assert fixed or len(np.asarray(item["x"])) > fits[0]
+            if isinstance(outcome, OutOfMemoryError):
+                assert rows.least > 1 or len(np.asarray(item["x"])) > fits
+            elif place in wrong:
+                assert isinstance(outcome, ForwardError)
             else:
                 np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(item["x"]))
 
@@ -347,16 +349,6 @@ def test_a_buffer_made_in_inference_mode_is_compared_by_its_values(
     assert found.writes_buffers() == writes
 
 
-@pytest.mark.parametrize(
-    "model", [nn.BatchNorm1d(4).eval(), torch.jit.script(nn.BatchNorm1d(4).eval())]
-)
-def test_a_model_in_eval_mode_keeps_its_buffers(model: nn.Module) -> None:
-    found = failures_of(model)
-    with torch.inference_mode():
-        model(torch.rand(2, 4))
-    assert not found.writes_buffers()
-
-
 def linked(link: str) -> BaseException:
     error = ValueError("later")
     setattr(error, link, MemoryError())
@@ -384,42 +376,20 @@ _SHORTAGES = (
 )
 
 
-@pytest.mark.parametrize("error", _SHORTAGES)
-def test_errors_that_mean_out_of_memory(error: BaseException) -> None:
-    assert failures.out_of_memory(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
-        ValueError("CUDA out of memory."),  # a model's own class
-        torch.AcceleratorError("CUDA error: an assertion"),
-    ],
+_OTHERS = (
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    ValueError("CUDA out of memory."),  # a model's own class
+    torch.AcceleratorError("CUDA error: an assertion"),
 )
-def test_other_errors(error: BaseException) -> None:
-    assert not failures.out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", _SHORTAGES + _OTHERS)
+def test_errors_that_mean_out_of_memory(error: BaseException) -> None:
+    assert failures.out_of_memory(error) == (error in _SHORTAGES)
 
 
 def test_a_cycle_of_causes_ends() -> None:
     one, other = RuntimeError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert not failures.out_of_memory(one)
-
-
-def test_the_frames_of_an_error_and_of_its_cause_are_cleared() -> None:
-    held: list[weakref.ref[Tensor]] = []
-
-    def fail() -> None:
-        activation = torch.ones(1)
-        held.append(weakref.ref(activation))
-        raise MemoryError
-
-    try:
-        fail()
-    except MemoryError as cause:
-        error = ValueError("later")
-        error.__cause__ = cause
-    failures.release(error)
-    assert held[0]() is None

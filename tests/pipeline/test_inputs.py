@@ -10,48 +10,23 @@ import build
 import numpy as np
 import pytest
 import torch
-from engines import texts
+from engines import engine, texts
 
-from torch_py_backend.config.model_config import TensorSpec
-from torch_py_backend.errors import BackendError, BindingError, InputError
+from torch_py_backend.errors import BindingError, InputError
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.signature import introspection
 from torch_py_backend.values import Item
 
 
-def optional(spec: TensorSpec) -> TensorSpec:
-    return dataclasses.replace(spec, optional=True)
-
-
-def inputs_of(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Inputs:
-    config = build.config(inputs=specs, **overrides)
-    return Inputs(config, introspection.from_function(forward))
-
-
-def received(inputs: Inputs, forward: Callable[..., Any], *items: Item) -> list[Any]:
-    """Return the arguments of each call of forward() for these items."""
-    group = inputs.stage(lambda binding: lambda *columns: binding.call(forward, columns))
-    entries, groups = group(items)
-    assert not any(isinstance(entry, BackendError) for entry in entries)
-    return [group.call(*group.gather(group.items)[0]) for group in groups]
-
-
-def positions(inputs: Inputs, *items: Item) -> list[list[int]]:
-    """Return the positions of the items of each call."""
-    _, groups = inputs.stage(lambda _: identity)(items)
-    return [list(group.places) for group in groups]
+def inputs_of(forward: Callable[..., Any], **overrides: Any) -> Inputs:
+    config = build.config(**overrides)
+    padding = Padding(config) if config.options.pad else None
+    return Inputs(config, introspection.from_function(forward), padding)
 
 
 def identity(x: Any) -> Any:
     return x
-
-
-def two(x: Any, y: Any = None) -> Any:
-    return x, y
-
-
-X = build.spec("x")
 
 
 @pytest.mark.parametrize(
@@ -59,53 +34,47 @@ X = build.spec("x")
 )
 def test_an_item_without_rows_is_refused(shape: tuple[int, ...], dims: tuple[int, ...]) -> None:
     # Triton drops the first dimension of a request with 0 rows.
-    inputs = inputs_of(identity, build.spec("x", dims=dims))
     item: Item = {"x": np.ones(shape, dtype=np.float32)}
-    refused = inputs.refusal([item])
+    stage = inputs_of(identity, inputs=(build.spec("x", dims=dims),)).stage(lambda _: identity)
+    (_, refused), (group,) = stage([{"x": torch.ones(2, 4)}, item])
     assert isinstance(refused, InputError)
     assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
-    entries, (group,) = inputs.stage(lambda _: identity)([{"x": torch.ones(2, 4)}, item])
-    assert (type(entries[1]), group.places) == (InputError, [0])
+    assert group.places == [0]
 
 
-def test_any_input_separates_items() -> None:
-    x, y = build.spec("x", dims=(-1,)), optional(build.spec("y", dims=(-1,)))
-    inputs = inputs_of(two, x, y, force_cpu_only_input_tensors=False)
-    first: Item = {"x": torch.ones(1, 2), "y": torch.ones(1, 2)}
-    second: Item = {**first, "y": torch.ones(1, 3)}
-    third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
-    calls = positions(inputs, first, second, third, {"x": first["x"]}, first)
-    assert calls == [[0, 4], [1], [2], [3]]
+def of_number(x: Any, n: float) -> Any:
+    return x
 
 
-def takes(annotation: type) -> Callable[..., Any]:
-    def forward(x: Any, n: Any) -> Any:
-        return x, n
-
-    forward.__annotations__["n"] = annotation
-    return forward
+def of_texts(x: list[str]) -> Any:
+    return x
 
 
-@pytest.mark.parametrize(("annotation", "dtype"), [(int, "FP32"), (float, "BYTES"), (str, "FP32")])
-def test_scalar_of_another_type_is_refused_at_load(annotation: type, dtype: str) -> None:
-    with pytest.raises(BindingError):
-        inputs_of(takes(annotation), X, build.spec("n", dtype, (1,)))
+def of_pair(x: Any, n: Any = None) -> Any:
+    return x
 
 
-def test_strings_keep_their_shape_in_nested_lists() -> None:
-    def forward(x: list[list[bytes]]) -> Any:
-        return x
+def test_a_scalar_of_another_type_is_refused_at_load() -> None:
+    with pytest.raises(BindingError, match="'n' is BYTES, and forward"):
+        inputs_of(of_number, inputs=(build.spec("x"), build.spec("n", "BYTES", (1,))))
 
-    inputs = inputs_of(forward, build.spec("x", "BYTES", (2,)))
-    sent = texts([b"a", b"\xff"], [b"", b"b"])
-    assert received(inputs, forward, {"x": sent}) == [[[b"a", b"\xff"], [b"", b"b"]]]
+
+def test_bytes_keep_their_shape_in_nested_lists() -> None:
+    def forward(x: list[list[bytes]]) -> list[list[bytes]]:
+        return [row[::-1] for row in x]
+
+    x, y = build.spec("x", "BYTES", (2,)), build.spec("y", "BYTES", (2,))
+    sent: Item = {"x": texts([b"a", b"\xff"], [b"", b"b"])}
+    (outcome,) = engine(forward, inputs=(x,), outputs=(y,)).run([sent])
+    assert outcome["y"].tolist() == [[b"\xff", b"a"], [b"b", b""]]
 
 
 FIXED = {"inputs": (build.spec("x"), build.spec("n"))}
 ANYWHERE = {**FIXED, "force_cpu_only_input_tensors": False}
-VARIABLE = {"inputs": (build.spec("x", dims=(-1,)), build.spec("n"))}
-OPTIONAL = {"inputs": (build.spec("x"), optional(build.spec("n")))}
-TEXTS = {"inputs": (build.spec("x", "BYTES", (1,)),)}
+VARIABLE = {"inputs": (build.spec("n"), build.spec("x", dims=(-1,)))}
+OPTIONAL = {"inputs": (build.spec("x"), dataclasses.replace(build.spec("n"), optional=True))}
+TEXTS = {"inputs": (build.spec("x", "BYTES", (1,)),), "forward": of_texts}
+NUMBER = {"inputs": (build.spec("x"), build.spec("n", dims=(1,))), "forward": of_number}
 PADDED = {
     "inputs": tuple(
         dataclasses.replace(build.spec(name, "INT64", (-1,)), ragged=True) for name in ("x", "n")
@@ -118,55 +87,44 @@ def pair_of(rows: int = 1, n: tuple[int, ...] = (1, 4), **how: Any) -> Item:
     return {"x": torch.zeros(rows, 4, **how), "n": torch.zeros(n)}
 
 
-def ids(rows: int, length: int, mask: int | None = None) -> Item:
-    return {
-        "x": np.ones((rows, length), dtype=np.int64),
-        "n": np.ones((rows, length if mask is None else mask), dtype=np.int64),
-    }
+def number(value: float) -> Item:
+    return {"x": torch.ones(2, 4), "n": torch.full((2, 1), value)}
+
+
+def text(value: bytes) -> Item:
+    return {"x": texts([value])}
+
+
+def ids(x: tuple[int, int], n: tuple[int, int]) -> Item:
+    return {"x": np.ones(x, dtype=np.int64), "n": np.ones(n, dtype=np.int64)}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "items", "shares"),
+    ("overrides", "first", "second", "shares"),
     [
-        pytest.param(FIXED, [pair_of(), pair_of(2, (2, 4))], True, id="fixed dims"),
-        pytest.param(FIXED | {"max_batch_size": 0}, [pair_of()], True, id="no batches"),
+        pytest.param(FIXED, pair_of(), pair_of(2, (2, 4)), True, id="fixed dims"),
+        pytest.param(FIXED | {"max_batch_size": 0}, pair_of(), pair_of(), False, id="no batches"),
         pytest.param(
-            VARIABLE, [pair_of(), pair_of() | {"x": torch.zeros(1, 3)}], False, id="variable dims"
+            VARIABLE, pair_of(), pair_of() | {"x": torch.zeros(1, 3)}, False, id="variable dims"
         ),
-        pytest.param(
-            OPTIONAL, [pair_of(), {"x": torch.zeros(2, 4)}], False, id="an input is missing"
-        ),
-        pytest.param(ANYWHERE, [pair_of(), pair_of()], True, id="one device"),
-        pytest.param(ANYWHERE, [pair_of(), pair_of(device="meta")], False, id="two devices"),
-        pytest.param(TEXTS, [{"x": texts([b"a"])}, {"x": texts(["ä".encode()])}], True, id="text"),
-        pytest.param(
-            TEXTS, [{"x": texts([b"\xc3"])}, {"x": texts([b"\xa4"])}], False, id="half characters"
-        ),
-        pytest.param(TEXTS, [{"x": texts([b"a"])}, {"x": texts([b"\xff"])}], False, id="bytes"),
-        pytest.param(PADDED, [ids(1, 8), ids(4, 1)], True, id="padded"),
-        pytest.param(PADDED, [ids(1, 40), ids(8, 1)], False, id="too much padding"),
-        pytest.param(PADDED, [ids(1, 3), ids(1, 2, mask=3)], False, id="mask of another length"),
+        pytest.param(OPTIONAL, pair_of(), {"x": torch.zeros(2, 4)}, False, id="a missing input"),
+        pytest.param(ANYWHERE, pair_of(), pair_of(), True, id="one device"),
+        pytest.param(ANYWHERE, pair_of(), pair_of(device="meta"), False, id="two devices"),
+        pytest.param(TEXTS, text(b"a"), text("ä".encode()), True, id="text"),
+        pytest.param(TEXTS, text(b"\xc3"), text(b"\xa4"), False, id="half characters"),
+        pytest.param(TEXTS, text(b"a"), text(b"\xff"), False, id="bytes"),
+        pytest.param(NUMBER, number(2.0), number(2.0), True, id="one number"),
+        pytest.param(NUMBER, number(2.0), number(3.0), False, id="two numbers"),
+        pytest.param(NUMBER, number(float("nan")), number(float("nan")), True, id="NaN"),
+        pytest.param(PADDED, ids((1, 8), (1, 8)), ids((4, 1), (4, 1)), True, id="padded"),
+        pytest.param(PADDED, ids((1, 40), (1, 40)), ids((8, 1), (8, 1)), False, id="too long"),
+        pytest.param(PADDED, ids((1, 3), (1, 3)), ids((1, 2), (1, 3)), False, id="another mask"),
     ],
 )
 def test_valid_items_that_are_alike_share_a_call(
-    overrides: dict[str, Any], items: list[Item], shares: bool
+    overrides: dict[str, Any], first: Item, second: Item, shares: bool
 ) -> None:
-    def forward(x: list[str], n: Any = None) -> Any:
-        return x, n
-
-    config = build.config(**overrides)
-    padding = Padding(config) if config.options.pad else None
-    function = forward if overrides is TEXTS else lambda x, n=None: x
-    inputs = Inputs(config, introspection.from_function(function), padding)
-    entries, groups = inputs.stage(lambda _: identity)(items)
+    inputs = inputs_of(**{"forward": of_pair, **overrides})
+    entries, groups = inputs.stage(lambda _: identity)([first, second])
     refused = [entry for entry in entries if isinstance(entry, InputError)]
     assert shares == (len(groups) == 1 and not refused)
-
-
-def test_items_with_one_scalar_share_a_call() -> None:
-    inputs = inputs_of(takes(float), X, build.spec("n", "FP32", (1,)))
-    sent: list[Item] = [
-        {"x": torch.ones(2, 4), "n": torch.full((2, 1), value)}
-        for value in (2.0, 2.0, float("nan"), float("nan"))
-    ]
-    assert positions(inputs, *sent) == [[0, 1], [2, 3]]

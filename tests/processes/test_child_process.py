@@ -18,7 +18,7 @@ from torch_py_backend.processes import child_process
 
 # What a child runs; it does not import torch, so that a child costs a tenth of a second.
 _TASKS = """
-import ctypes, os, signal, subprocess, sys, threading, time
+import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from torch_py_backend.errors import ConfigError
 
@@ -35,11 +35,12 @@ if os.fork():
 else:
     result = "of the fork"
 """
-_LOSES_ITS_FOLDER = """
+_LOSES_ITS_FOLDER_AND_LEAVES_A_THREAD = """
 os.mkdir("gone")
 os.chdir("gone")
 os.rmdir("../gone")
-result = "moved"
+threading.Thread(target=time.sleep, args=[600]).start()
+result = "finished"
 """
 _PRINTS = r"""
 print("größe \udcff")
@@ -76,24 +77,12 @@ def _run(code: str, seconds: float = 60, *, quiet: bool = False) -> Any:
     return child_process.run("tasks:execute", {"code": code}, seconds, quiet=quiet)
 
 
-def test_json_arguments_and_results() -> None:
-    value = {"error": "only a value", "größe → \U0001f600\n\x00\udcff": [-1, None]}
-    arguments = {"code": "result = value", "value": value}
-    assert child_process.run("tasks:execute", arguments, 60) == value
-
-
 @pytest.mark.parametrize(
     ("code", "result"),
     [
-        pytest.param(f"{_CLOSES}result = 'closed'", "closed", id="closes"),
-        pytest.param("result = sys.stdin.read()", "", id="reads"),
+        pytest.param(f"result = sys.stdin.read()\n{_CLOSES}", "", id="reads and closes"),
         pytest.param(_FORKS, "of the child", id="forks"),
-        pytest.param(
-            "threading.Thread(target=time.sleep, args=[600]).start()\nresult = 'finished'",
-            "finished",
-            id="leaves a thread",
-        ),
-        pytest.param(_LOSES_ITS_FOLDER, "moved", id="loses its folder"),
+        pytest.param(_LOSES_ITS_FOLDER_AND_LEAVES_A_THREAD, "finished", id="a folder and a thread"),
     ],
 )
 def test_functions_that_misbehave(
@@ -104,6 +93,12 @@ def test_functions_that_misbehave(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
     monkeypatch.chdir(tmp_path)
     assert _run(code) == result
+
+
+def test_json_goes_to_the_function_and_back() -> None:
+    value = {"error": "only a value", "größe → \U0001f600\n\x00\udcff": [-1, None]}
+    arguments = {"code": "result = value", "value": value}
+    assert child_process.run("tasks:execute", arguments, 60) == value
 
 
 def test_prints_go_to_standard_error_in_utf_8_or_nowhere(
@@ -125,11 +120,11 @@ def test_prints_go_to_standard_error_in_utf_8_or_nowhere(
             "raise ConfigError('it is [wrong]', expected='other', cure='Correct it.')",
             "it is [wrong]; expected other. Correct it.",
         ),
-        ("raise ValueError('no /srv/secret/place/x.bin')", "ValueError: no x.bin"),
-        (f"{_CLOSES}raise ValueError('broken')", "ValueError: broken"),
-        ("raise ValueError('x' * 1_000_000)", "ValueError: xxx"),
+        (
+            f"{_CLOSES}raise ValueError('no /srv/secret/place/x.bin' + ' x' * 1_000_000)",
+            "ValueError: no x.bin x x",
+        ),
         ("os._exit(0)", "ended the process with exit code 0"),
-        ("ctypes.string_at(0)", "ended the process with SIGSEGV"),
         ("os.kill(os.getpid(), 40)", "ended the process with signal 40"),
         ("import nowhere", "No module named 'nowhere'"),
     ],
