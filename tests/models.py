@@ -189,11 +189,6 @@ class Optionals(nn.Module):
         return scaled if bias is None else scaled + bias
 
 
-class Blobs(nn.Module):
-    def forward(self, blobs: list[bytes]) -> list[list[bytes]]:
-        return [[blobs[i + 1], blobs[i]] for i in range(0, len(blobs), 2)]
-
-
 class Strings(nn.Module):
     """Bytes that are no text in rows of two, and strings in rows as they were sent."""
 

@@ -33,10 +33,9 @@ def make_state(
     names: tuple[str, str] = ("total", "sum"),
     dtype: str = "FP32",
     dims: tuple[int, ...] = (4,),
-    initial: tuple[int, ...] | None = None,
     file: str | None = None,
 ) -> State:
-    begins = initial or tuple(max(1, size) for size in dims)
+    begins = tuple(max(1, size) for size in dims)
     return State(*names, dtypes.from_triton(dtype), dims, begins, file)
 
 

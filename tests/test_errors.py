@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from torch_py_backend import errors
-from torch_py_backend.errors import (
-    BackendError,
-    ModelError,
-    join_names,
-    summarize,
-)
+from torch_py_backend.errors import BackendError, ModelError, join_names, summarize
 
 
 class BrokenTextError(Exception):

@@ -31,6 +31,16 @@ def test_options_of_libtorch_are_known_and_none_may_be_empty() -> None:
         assert expected in str(raised.value)
 
 
+_COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
+_OBJECTS = (
+    (_COMPILE, "{}"),
+    (_COMPILE, '{"fullgraph": true, "dynamic": null, "backend": "eager"}'),
+    (_COMPILE, '{"mode": "x", "options": {"a": true}, "disable": false}'),
+    ("PAD", '{"a": {"value": 0.5, "side": "left"}, "b": {}}'),
+    ("PAD", '{"a": {"multiple_of": 8, "mask": "m", "outputs": ["y"]}}'),
+)
+
+
 @pytest.mark.parametrize(
     ("key", "values"),
     [
@@ -46,27 +56,7 @@ def test_options_of_libtorch_are_known_and_none_may_be_empty() -> None:
         ("OPTIMIZE", {"none": (), "freeze,freeze": ("freeze",)}),
         ("OPTIMIZE", {" Channels_Last , BF16 ": ("bf16", "channels_last")}),
         ("BATCH_BUCKETS", {"auto": None, "NONE": (), "8, 1,4": (1, 4, 8), "2,2": (2,)}),
-        (
-            "TORCH_COMPILE_OPTIONAL_PARAMETERS",
-            {
-                text: json.loads(text)
-                for text in (
-                    "{}",
-                    '{"fullgraph": true, "dynamic": null, "backend": "eager"}',
-                    '{"mode": "x", "options": {"a": true}, "disable": false}',
-                )
-            },
-        ),
-        (
-            "PAD",
-            {
-                text: json.loads(text)
-                for text in (
-                    '{"a": {"value": 0.5, "side": "left"}, "b": {}}',
-                    '{"a": {"multiple_of": 8, "mask": "m", "outputs": ["y"]}}',
-                )
-            },
-        ),
+        *((key, {text: json.loads(text)}) for key, text in _OBJECTS),
     ],
 )
 def test_accepted_spellings(key: str, values: dict[str, Any]) -> None:
@@ -85,10 +75,7 @@ def test_accepted_spellings(key: str, values: dict[str, Any]) -> None:
         ("METHOD", ["  "]),
         ("CAST_INPUTS", ["INT8", "float16", "TYPE_"]),
         ("MODEL_KWARGS", ["[3]", "3", "null"]),
-        (
-            "TORCH_COMPILE_OPTIONAL_PARAMETERS",
-            ["[3]", '{"options": "x"}', '{"disable": "false"}', '{"dynamic": 0}'],
-        ),
+        (_COMPILE, ["[3]", '{"options": "x"}', '{"disable": "false"}', '{"dynamic": 0}']),
         ("OPTIMIZE", ["fast", "freeze bf16"]),
         ("BATCH_BUCKETS", ["0", "-1", "1,,2", "1.5", "[1, 2]", "auto,4", "many"]),
         ("PAD", ["[]", '{"ids": []}', '{"ids": {"fill": 0}}', '{"ids": {"value": "0"}}']),
@@ -121,12 +108,9 @@ def test_rejected_entry_with_its_cause(key: str, text: str, message: str) -> Non
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "alias"),
-    [("NUM_THREADS", "INTRA_OP_THREAD_COUNT"), ("NUM_INTEROP_THREADS", "INTER_OP_THREAD_COUNT")],
-)
-def test_two_keys_of_one_option(key: str, alias: str) -> None:
+def test_two_keys_of_one_option() -> None:
     """Both keys may have the same value; as in LibTorch, a count of 0 or less is unset."""
+    key, alias = "NUM_INTEROP_THREADS", "INTER_OP_THREAD_COUNT"
     for parameters in ({alias: "3"}, {key: "3", alias: "3"}, {key: "3", alias: "-1"}):
         assert getattr(parsed(**parameters), key.lower()) == 3
     assert parsed(**{alias: "0"}) == Options()

@@ -22,6 +22,7 @@ input [
 ]
 output { name: "y" data_type: TYPE_STRING dims: 9007199254740993 reshape { shape: [ 3, 1 ] } }
 parameters { key: "METHOD" value { string_value: "encode" } }
+instance_group [{ kind: KIND_GPU count: 2 gpus: [ 1, 3 ] }, { }]
 """
 
 
@@ -48,6 +49,8 @@ def test_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [str(spec) for spec in parsed.outputs] == ["y BYTES [3, 1]"]
     assert (parsed.name, parsed.version_folder) == ("digits", tmp_path / "digits" / "3")
     assert parsed.options.method == "encode"
+    # A group has at least one instance; the device is that of the first one.
+    assert (parsed.kind, parsed.device_id, parsed.instances) == ("GPU", 1, 5)
 
 
 def test_no_file_and_an_empty_one_have_triton_s_defaults(tmp_path: Path) -> None:
@@ -56,25 +59,8 @@ def test_no_file_and_an_empty_one_have_triton_s_defaults(tmp_path: Path) -> None
     assert (document["name"], document["max_batch_size"]) == ("digits", 0)
     assert document["input"] == document["output"] == []
     assert document["parameters"] == {}
+    assert pbtxt.arguments(tmp_path / "digits", "1", document)["model_instance_kind"] == "CPU"
     assert _read(tmp_path, "# nothing\n") == document
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "device", "instances"),
-    [
-        ("instance_group [{ }]", "CPU", "0", 1),
-        ("instance_group [{ kind: KIND_GPU count: 2 gpus: [ 1, 3 ] }]", "GPU", "1", 4),
-        ("instance_group [{ kind: KIND_MODEL }]", "MODEL", "0", 1),
-        ("instance_group [{ count: 1 kind: KIND_CPU }, { count: 2 }]", "CPU", "0", 3),
-    ],
-)
-def test_instances(tmp_path: Path, text: str, kind: str, device: str, instances: int) -> None:
-    """A group has at least one instance; arguments() uses the device of the first one."""
-    document = _read(tmp_path, text + "\n" + _TYPICAL)
-    arguments = pbtxt.arguments(tmp_path / "digits", "1", document)
-    parsed = model_config.parse(arguments)
-    assert (parsed.kind, arguments["model_instance_device_id"]) == (kind, device)
-    assert parsed.instances == instances
 
 
 @pytest.mark.parametrize(
@@ -84,7 +70,6 @@ def test_instances(tmp_path: Path, text: str, kind: str, device: str, instances:
         ('backend: "pytorch_py"\nbatch_size: 8\n', 'named "batch_size"'),
         ("input [{ dims: [ 99999999999999999999 ] }]", "1:"),
         ("max_batch_size: 1\nmax_batch_size: 2\n", "max_batch_size"),
-        ("input [", "1:"),
         (b"PK\x03\x04\x00\xff", "utf-8"),
     ],
 )

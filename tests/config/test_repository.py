@@ -22,20 +22,21 @@ def _lay_out(root: Path, *entries: str) -> Path:
     return root
 
 
-_REPOSITORIES = {
-    "configs": (("a/config.pbtxt", "b/config.pbtxt"), ["a", "b"]),
-    "versions-without-config": (("b/1/", "a/2/"), ["a", "b"]),
-    "others": (("a/1/", "notes.txt", "docs/text.md", "b/latest/"), ["a"]),
-    "odd-names": (("ü [x]/1/", "a b/1/"), ["a b", "ü [x]"]),
-    "no-versions": (("a/0/", "b/-1/", "c/1.5/", "d/v1/", "e/1"), []),
-    "itself": (("config.pbtxt", "1/", "2/config.pbtxt"), ["."]),
-    "itself-without-config": (("1/model.pt",), ["."]),
-}
+_REPOSITORIES = [
+    (("a/config.pbtxt", "b/config.pbtxt"), ["a", "b"]),
+    (("b/1/", "a/2/"), ["a", "b"]),
+    (("a/1/", "notes.txt", "docs/text.md", "b/latest/"), ["a"]),
+    (("ü [x]/1/", "a b/1/"), ["a b", "ü [x]"]),
+    (("a/0/", "b/-1/", "c/1.5/", "d/v1/", "e/1"), []),
+    (("config.pbtxt", "1/", "2/config.pbtxt"), ["."]),  # it is a model itself
+    (("1/model.pt",), ["."]),
+]
 
 
-@pytest.mark.parametrize("name", _REPOSITORIES)
-def test_a_path_is_a_model_or_its_folders_are_searched(tmp_path: Path, name: str) -> None:
-    entries, expected = _REPOSITORIES[name]
+@pytest.mark.parametrize(("entries", "expected"), _REPOSITORIES)
+def test_a_path_is_a_model_or_its_folders_are_searched(
+    entries: tuple[str, ...], expected: list[str], tmp_path: Path
+) -> None:
     root = _lay_out(tmp_path / "repository", *entries)
     assert repository.models(root) == [root / name for name in expected]
     if expected != ["."]:  # tests/cli has the errors of `serve`
@@ -44,9 +45,7 @@ def test_a_path_is_a_model_or_its_folders_are_searched(tmp_path: Path, name: str
 
 def test_versions(tmp_path: Path) -> None:
     """Versions are folders named by numbers above 0, in numeric order; the last is served."""
-    folder = _lay_out(
-        tmp_path / "digits", "10/", "9/", "2/model.pt", "0/", "-3/", "x/", "1.5/", "3"
-    )
+    folder = _lay_out(tmp_path / "digits", "10/", "9/", "2/model.pt", "0/", "-3/", "x/", "3")
     assert repository.versions(folder) == ["2", "9", "10"]
     assert repository.latest(folder, {}) == "10"
 

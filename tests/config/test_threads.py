@@ -11,10 +11,6 @@ from torch_py_backend.config import threads
 from torch_py_backend.config.threads import Threads
 
 
-def v2(line: str) -> dict[str, str]:
-    return {"cpu.max": f"{line}\n"}
-
-
 def v1(quota: str) -> dict[str, str]:
     return {"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": "100000\n"}
 
@@ -23,20 +19,16 @@ def v1(quota: str) -> dict[str, str]:
     ("files", "allowed", "cores"),
     [
         ({}, 8, 8),
-        (v2("max 100000"), 8, 8),
-        (v2("250000 100000"), 8, 2),
-        (v2("50000 100000"), 8, 1),
-        (v2("500000 100000"), 2, 2),
+        ({"cpu.max": "max 100000\n"}, 8, 8),
+        ({"cpu.max": "250000 100000\n"}, 8, 2),
+        ({"cpu.max": "50000 100000\n"}, 8, 1),
+        ({"cpu.max": "500000 100000\n"}, 2, 2),
         (v1("-1"), 8, 8),
         (v1("300000"), 8, 3),
     ],
 )
 def test_affinity_and_quota_limit_the_cores(
-    files: dict[str, str],
-    allowed: int,
-    cores: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str], allowed: int, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)))
     for name, text in files.items():

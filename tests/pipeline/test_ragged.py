@@ -9,18 +9,13 @@ from typing import Any
 import build
 import numpy as np
 import torch
-from engines import check, engine
+from engines import check, engine, texts
 from torch import Tensor
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import BatchInput, BatchOutput
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import (
-    ForwardError,
-    OutputError,
-)
-from torch_py_backend.pipeline.inputs import Inputs
-from torch_py_backend.signature import introspection
+from torch_py_backend.errors import ForwardError, OutputError
 from torch_py_backend.values import Item
 
 
@@ -53,13 +48,8 @@ def test_ragged_strings_are_one_flat_list() -> None:
         inputs=(ragged(dtype="BYTES"),),
         outputs=(build.spec("y", "BYTES", (-1,)),),
     )
-    sent: list[Item] = [
-        {"x": np.array([[b"a", b"b"]], dtype=np.object_)},
-        {"x": np.array([[b"c"]], dtype=np.object_)},
-    ]
-    first, second = model.run(sent)
-    assert first["y"].tolist() == [["A", "B"]]
-    assert second["y"].tolist() == [["C"]]
+    first, second = model.run([{"x": texts([b"a", b"b"])}, {"x": texts([b"c"])}])
+    assert [first["y"].tolist(), second["y"].tolist()] == [[["A", "B"]], [["C"]]]
 
 
 def test_a_batch_output_with_another_number_of_values_is_refused() -> None:
@@ -70,15 +60,14 @@ def test_a_batch_output_with_another_number_of_values_is_refused() -> None:
 
 
 def test_batch_inputs_are_on_the_device_of_their_source() -> None:
-    settings = build.config(inputs=(ragged(),), batch_inputs=(batch_input(),))
-    inputs = Inputs(settings, introspection.from_function(lambda n, x: (n, x)))
-    _, (group,) = inputs.stage(lambda _: lambda *columns: columns)(
-        [{"x": torch.ones(1, 3, device="meta")}]
-    )
-    (n, x), _ = group.gather(group.items)
-    assert isinstance(n, Tensor)
-    assert isinstance(x, Tensor)
-    assert n.device == x.device == torch.device("meta")
+    columns: list[Tensor] = []
+
+    def forward(n: Tensor, x: Tensor) -> Tensor:
+        columns.extend((n, x))
+        return torch.ones(3)
+
+    create_engine(forward).run([{"x": torch.ones(1, 3, device="meta")}])
+    assert [column.device.type for column in columns] == ["meta", "meta"]
 
 
 def test_casts_leave_counts_alone() -> None:

@@ -70,24 +70,17 @@ def test_states_follow_the_calls(folder: Path) -> None:
     status.idle()  # Triton may still be in a call
 
 
-def test_poisoned_stays_poisoned(folder: Path) -> None:
+def test_poisoned_stays_poisoned_and_a_damaged_report_says_what_came_before(folder: Path) -> None:
     status = _start()
     reader = _reader(folder)
+    status.report({"warnings": ["größer"]})
     status.poisoned("an illegal address: größer")
     for report in (status.busy, status.idle, status.idle, status.ended):
         report()
     assert reader.read().state is InstanceState.POISONED
-    assert reader.report()["poisoned"] == "an illegal address: größer"
     assert _reader(folder).identity == (os.getpid(), "grüße", "grüße_0_1", None, False)
-
-
-def test_a_report_that_is_damaged_says_what_came_before(folder: Path) -> None:
-    status = _start()
-    (path,) = instance_status.files(folder)
-    reader = Reader(path)
-    status.report({"warnings": ["größer"]})
-    with path.open("ab") as file:
+    with reader.path.open("ab") as file:
         file.write(b'{"poisoned": ')
-    assert reader.report() == {"warnings": ["größer"]}
-    path.unlink()
+    assert reader.report() == {"warnings": ["größer"], "poisoned": "an illegal address: größer"}
+    reader.path.unlink()
     assert reader.report() == {}

@@ -117,39 +117,36 @@ def test_arguments_that_are_bound_already_are_no_inputs() -> None:
         assert (argument.type, argument.nullable) == (ArgumentType.INT, True)
 
 
-class Everything(nn.Module):
+class Scripted(nn.Module):
     def forward(
         self,
         x: Tensor,
         d: dict[str, Tensor],
-        tensors: list[Tensor],
         t: tuple[Tensor, Tensor],
         maybe: Tensor | None,
-        n: int,
-        f: float = 2.0,
-        flag: bool = False,
-        word: str = "a",
+        n: int = 2,
         words: list[str] | None = None,
-        rows: list[list[str]] | None = None,
-        some: list[Tensor | None] | None = None,
+        *,
+        rows: list[list[str]],
     ) -> Tensor:
         return x
 
 
 def test_types_and_defaults_are_read_from_a_schema() -> None:
-    scripted: Any = torch.jit.script(Everything())
+    scripted: Any = torch.jit.script(Scripted())
     signature = introspection.from_schema(scripted.forward.schema)
-    read = signature.arguments
-    assert [(entry.name, entry.type.name) for entry in read if entry.required] == [
-        ("x", "TENSOR"),
-        ("d", "DICT"),
-        ("tensors", "LIST"),
-        ("t", "TUPLE"),
-        ("maybe", "TENSOR"),
-        ("n", "INT"),
+    assert [
+        (one.name, one.type.name, one.required, one.nullable) for one in signature.arguments
+    ] == [
+        ("x", "TENSOR", True, False),
+        ("d", "DICT", True, False),
+        ("t", "TUPLE", True, False),
+        ("maybe", "TENSOR", True, True),
+        ("n", "INT", False, False),
+        ("words", "STRINGS", False, True),
+        ("rows", "NESTED_STRINGS", True, False),
     ]
-    optional = [entry.type.name for entry in read if not entry.required]
-    assert optional == ["FLOAT", "BOOL", "STR", "STRINGS", "NESTED_STRINGS", "LIST"]
-    assert [entry.name for entry in read if entry.nullable] == ["maybe", "words", "rows", "some"]
-    assert all(entry.passing is Passing.POSITIONAL_OR_KEYWORD for entry in read)
-    assert str(signature).startswith("forward(x: Tensor, d: Dict[str, Tensor], tensors: List")
+    *others, last = [one.passing for one in signature.arguments]
+    assert {*others} == {Passing.POSITIONAL_OR_KEYWORD}
+    assert last is Passing.KEYWORD_ONLY
+    assert str(signature).startswith("forward(x: Tensor, d: Dict[str, Tensor], t: Tuple[Tensor")
