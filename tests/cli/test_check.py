@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import command_line
 import models
@@ -28,23 +26,6 @@ _COMPLETE = scenarios.x_to_y()
 _BARE = 'backend: "pytorch_py"\n'
 _EXAMPLE = "\n\ndef example_inputs():\n    return {'x': torch.rand(2, 4)}\n"
 _GAPS = _NEGATE + _EXAMPLE
-# Whatever it does when it is imported, it can be served.
-_NOISY = (
-    """
-import os
-import tempfile
-
-print("x" * 2_000_000)
-print('{"models": []}')
-os.write(1, b"written")
-for number in (0, 1):
-    os.close(number)
-if os.fork() == 0:
-    os._exit(9)
-os.chdir(tempfile.gettempdir())
-"""
-    + _NEGATE
-)
 _RAISES = f"""
 import torch
 
@@ -56,7 +37,6 @@ class Net(torch.nn.Module):
 _MODELS: dict[str, tuple[str, str]] = {
     "good": (_COMPLETE, _NEGATE),
     "gaps [red] ü": (_BARE, _GAPS),
-    "noisy": (_COMPLETE, _NOISY),
     "misspelt": (_COMPLETE.replace("pytorch_py", "pytorch-py"), _NEGATE),
     "other": ('backend: "python"\n', _NEGATE),
     "broken_config": ('backend: "pytorch_py"\ninput [{ name: }]\n', _NEGATE),
@@ -75,18 +55,11 @@ def _lay_out(repository: Path, *names: str) -> Path:
 
 @pytest.fixture
 def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run all models in this process but one that needs its own."""
-    child = child_process.run
-
-    def run(task: str, arguments: Mapping[str, Any], seconds: float) -> Any:
-        is_noisy = arguments["arguments"]["model_name"] == "noisy"
-        return (child if is_noisy else command_line.here)(task, arguments, seconds)
-
-    monkeypatch.setattr(child_process, "run", run)
+    monkeypatch.setattr(child_process, "run", command_line.here)
 
 
 def test_a_repository(here: None, tmp_path: Path) -> None:
-    models = _MODELS.keys() - {"good", "raises"}
+    models = _MODELS.keys() - {"raises"}
     repository = _lay_out(tmp_path / "repository", *models)
     (repository / "notes.txt").write_text("no model")
     (repository / "broken link").symlink_to("/no/such/model")
@@ -97,10 +70,9 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
     reports = {model["model"]: model for model in report["models"]}
     assert list(reports) == sorted(models)
     served = [name for name, model in reports.items() if "error" not in model]
-    assert served == ["gaps [red] ü", "noisy", "other"]
+    assert served == ["gaps [red] ü", "good", "other"]
     assert reports["other"] == {"model": "other", "skipped": "python"}
-    # Also a model that prints, closes streams or forks is served.
-    for name, output in (("noisy", "y FP32 [4]"), ("gaps [red] ü", "OUTPUT__0 FP32 [4]")):
+    for name, output in (("good", "y FP32 [4]"), ("gaps [red] ü", "OUTPUT__0 FP32 [4]")):
         assert (
             reports[name].items()
             >= {

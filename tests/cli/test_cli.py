@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import io
 import sys
 from pathlib import Path
 
@@ -11,30 +10,32 @@ import pytest
 from command_line import refuse, run
 
 from torch_py_backend import __version__
+from torch_py_backend.__main__ import main
+from torch_py_backend.cli import app
 
 
 def test_version() -> None:
     assert run("--version").stdout == f"torch-py-backend {__version__}\n"
 
 
-def test_without_a_package_of_the_command_line() -> None:
-    code = (
-        "import sys; sys.modules['tritonclient'] = None;"
-        " from torch_py_backend.__main__ import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("the command line needs tritonclient")
-    assert done.stderr.endswith(": pip install 'torch-py-backend[serve]'.\n")
+def test_without_a_package_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_py_backend.cli", None)
+    with pytest.raises(SystemExit, match=r"^the command line needs torch_py_backend.cli: pip inst"):
+        main()
 
 
-def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+def test_names_that_the_terminal_cannot_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "→").mkdir()
     (tmp_path / "→" / "config.pbtxt").write_text('backend: "python"')
-    command = [sys.executable, "-m", "torch_py_backend", "check", str(tmp_path)]
-    variables = os.environ | {"PYTHONIOENCODING": "latin-1"}
-    printed = subprocess.run(command, env=variables, capture_output=True, check=False).stdout
-    assert printed.startswith(b"SKIPPED \\u2192: served by python\n")
+    terminal = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "argv", ["torch-py-backend", "check", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        app()
+    terminal.seek(0)
+    assert terminal.read().startswith("SKIPPED \\u2192: served by python\n")
 
 
 def test_install(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -17,20 +18,16 @@ import safetensors.torch
 import saved
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim
 
 from torch_py_backend import save_model
-from torch_py_backend.config import model_config, pbtxt
+from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import LoadError, SaveError, ToolError
-from torch_py_backend.loading import discovery, registry
 from torch_py_backend.processes import child_process
 from torch_py_backend.saving import image_hooks, module_files
-from torch_py_backend.values import ANY_ROWS
 
 transformers = pytest.importorskip("transformers")
-
-_FORMATS = ("module", "export")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +35,6 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "run", command_line.here)
 
 
-_RUN = child_process.run
 _X = torch.rand(2, 4)
 
 
@@ -49,23 +45,21 @@ def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
     return pbtxt.read(path)
 
 
-def _example(folder: Path) -> dict[str, Tensor]:
-    path = folder / "models" / "net" / "1" / "example_inputs.safetensors"
-    return safetensors.torch.load_file(path)
-
-
 def _tensors(document: dict[str, Any], role: str) -> dict[str, list[int]]:
     return {entry["name"]: pbtxt.model_dims(entry) for entry in document[role]}
 
 
+_BOTH = ("module", "export")
 _Y = {"OUTPUT__0": [3]}
 _DIMS = dict[str, list[int]]
-# A module, its example and other options, its inputs, outputs and max_batch_size.
-_CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], _DIMS, _DIMS, int]] = {
-    "one row": (models.Affine, _X[:1], {"max_batch_size": 32}, {"x": [4]}, _Y, 32),
-    "no batch": (saved.Total, {"x": _X}, {}, {"x": [2, 4]}, {"OUTPUT__0": [1]}, 0),
-    "no dims": (models.Negate, torch.tensor(1.0), {}, {"x": [1]}, {"OUTPUT__0": [1]}, 0),
-    "nested": (
+# Formats, a module, its example and other options, its inputs, outputs and max_batch_size.
+_CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], _DIMS, _DIMS, int], ...] = (
+    (_BOTH, models.Affine, _X[:1], {"max_batch_size": 32}, {"x": [4]}, _Y, 32),
+    (_BOTH, saved.Total, {"x": _X}, {}, {"x": [2, 4]}, {"OUTPUT__0": [1]}, 0),
+    (_BOTH, models.Negate, torch.tensor(1.0), {}, {"x": [1]}, {"OUTPUT__0": [1]}, 0),
+    (("export",), saved.InPlace, _X, {}, {"x": [4]}, {"OUTPUT__0": [4]}, 8),
+    (
+        _BOTH,
         saved.Nested,
         (_X, {"bias": _X}, (_X, _X)),
         {},
@@ -73,7 +67,8 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], _DIMS, _DI
         {"y": [4]},
         8,
     ),
-    "keys": (
+    (
+        ("module",),
         saved.Keys,
         ({"a": _X, "b": torch.rand(2, 3)},),
         {},
@@ -81,7 +76,8 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], _DIMS, _DI
         {"double": [4], "first": [1]},
         8,
     ),
-    "dynamic_shapes, tied weights": (
+    (
+        _BOTH,
         saved.Tied,
         {"ids": torch.randint(0, 20, (2, 5))},
         {"dynamic_shapes": {"ids": {0: Dim("batch"), 1: Dim("length")}}},
@@ -89,40 +85,38 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], _DIMS, _DI
         {"OUTPUT__0": [-1, 20], "OUTPUT__1": []},
         8,
     ),
-}
+)
 
 
-@pytest.mark.parametrize("kind", _FORMATS)
-@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize(
+    ("kind", "case"), [(kind, case) for kinds, *case in _CASES for kind in kinds]
+)
 def test_config_has_the_tensors_and_the_batch_of_the_module(
-    case: str, kind: Any, tmp_path: Path
+    kind: Any, case: Any, tmp_path: Path
 ) -> None:
-    build, example, options, inputs, outputs, rows = _CASES[case]
-    module = build().train()
+    """The module and the example do not change, also if it writes into its inputs."""
+    build, example, options, inputs, outputs, rows = case
+    module, before = build().train(), copy.deepcopy(example)
     part = next(module.children(), module).eval()
     options |= {"parameters": {"CHECK_FINITE": True, "NUM_THREADS": "1"}}
     document = _saved(tmp_path, module, format=kind, example_inputs=example, **options)
     assert document["parameters"]["CHECK_FINITE"]["string_value"] == "true"
     assert (_tensors(document, "input"), _tensors(document, "output")) == (inputs, outputs)
     assert document["max_batch_size"] == rows
-    assert _example(tmp_path).keys() == inputs.keys()
+    file = tmp_path / "models" / "net" / "1" / "example_inputs.safetensors"
+    written = safetensors.torch.load_file(file)
+    assert written.keys() == inputs.keys()
+    leaves = torch.utils._pytree.tree_leaves
+    for value, *others in zip(written.values(), leaves(example), leaves(before), strict=True):
+        assert all(torch.equal(value, torch.atleast_1d(other)) for other in others)
     assert (module.training, part.training) == (part is not module, False)
 
 
-def test_module_that_writes_into_its_inputs_does_not_change_the_example(tmp_path: Path) -> None:
-    example = _X.clone()
-    document = _saved(tmp_path, saved.InPlace(), format="export", example_inputs=example)
-    assert document["max_batch_size"] == 8
-    assert torch.equal(_example(tmp_path)["x"], _X)
-    assert torch.equal(example, _X)
-
-
-@pytest.mark.parametrize("example", [torch.ones(2, 4), _X[:1]], ids=["equal", "one"])
-def test_rows_that_depend_on_each_other_are_no_batch(example: Tensor, tmp_path: Path) -> None:
+def test_rows_that_depend_on_each_other_are_no_batch(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="rows that do not depend on each other"):
-        _saved(tmp_path, saved.Running(), example_inputs=example, format="module")
-    document = _saved(tmp_path, saved.Running(), example_inputs=example, max_batch_size=0)
-    assert _tensors(document, "input") == {"x": [*example.shape]}
+        _saved(tmp_path, saved.Running(), example_inputs=_X[:1], format="module")
+    document = _saved(tmp_path, saved.Running(), example_inputs=_X[:1], max_batch_size=0)
+    assert _tensors(document, "input") == {"x": [1, 4]}
 
 
 def test_a_terminal_shows_what_takes_long(
@@ -133,44 +127,36 @@ def test_a_terminal_shows_what_takes_long(
     assert "loading net in a process of its own" in capsys.readouterr().err
 
 
-def test_package_has_argument_names_and_takes_one_row(tmp_path: Path) -> None:
-    document = _saved(tmp_path, models.Affine(), format="aoti", example_inputs=_X)
-    folder = tmp_path / "models" / "net"
-    assert not (folder / "1" / "model.py").exists()
-    assert _tensors(document, "input") == {"x": [4]}
-    config = model_config.parse(pbtxt.arguments(folder, "1", document))
-    loaded = registry.load(discovery.find(config), config, torch.device("cpu"))
-    assert loaded.rows == ANY_ROWS
-
-
-def test_package_with_other_dynamic_sizes_checks_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("width", [None, Dim("width")], ids=["rows", "rows and width"])
+def test_package_takes_a_row_unless_its_other_sizes_need_a_check(
+    width: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without the check of the batch, those of other dimensions would be missing, too.
+    """Without the check of the batch, those of other dimensions would be missing, too."""
     compiles = mock.Mock(side_effect=RuntimeError("no compiler"))
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compiles)
-    shapes = {"x": {0: Dim("batch"), 1: Dim("width")}}
+    shapes = width and {"x": {0: Dim("batch"), 1: width}}
     with pytest.raises(RuntimeError, match="no compiler"):
         _saved(tmp_path, models.Negate(), format="aoti", example_inputs=_X, dynamic_shapes=shapes)
-    assert "aot_inductor.check_lowerbound" not in compiles.call_args.kwargs["inductor_configs"]
+    ((program,), more) = compiles.call_args
+    assert program.graph_signature.user_inputs == ("x",)
+    is_any = not more["inductor_configs"].get("aot_inductor.check_lowerbound", True)
+    assert is_any is (width is None)
+    assert min(sizes.lower for sizes in program.range_constraints.values()) == 1 or not is_any
 
 
 @pytest.mark.parametrize(
     ("build", "options", "file"),
     [
-        pytest.param(lambda: models.Affine(4, 3), {}, "model.py", id="source"),
-        pytest.param(
-            lambda: models.Affine(4, 5), {"model_kwargs": {"out": 5}}, "model.py", id="kwargs"
-        ),
-        pytest.param(lambda: models.Affine(4, 5), {}, "model.pt2", id="other-weights"),
-        pytest.param(lambda: nn.Linear(4, 3), {}, "model.pt2", id="package"),
+        (models.Affine, {}, "model.py"),
+        (lambda: models.Affine(4, 5), {"model_kwargs": {"out": 5}}, "model.py"),
+        (lambda: models.Affine(4, 5), {}, "model.pt2"),
+        (lambda: nn.Linear(4, 3), {}, "model.pt2"),
     ],
 )
 def test_source_is_preferred_and_what_its_class_does_not_build_again_is_exported(
     build: Callable[[], nn.Module], options: dict[str, Any], file: str, tmp_path: Path
 ) -> None:
-    module = build()
-    _saved(tmp_path, module, example_inputs=_X, **options)
+    _saved(tmp_path, build(), example_inputs=_X, **options)
     files = {path.name for path in (tmp_path / "models" / "net" / "1").iterdir()}
     assert file in files
     assert ("model.safetensors" in files) == (file == "model.py")
@@ -197,25 +183,22 @@ def test_hooks_are_written_beside_the_model_with_the_example(
     assert source in (tmp_path / "models" / "net" / "1" / "hooks.py").read_text()
 
 
-def test_class_of_the_users_model_py_is_saved_and_stays_imported(
+def test_class_of_the_users_own_model_py_or_hooks_py_does_not_import_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_process, "run", _RUN)  # a child imports another `model`
-    (tmp_path / "model.py").write_text(models.source(models.Affine))
+    for name in ("model", "hooks"):
+        (tmp_path / f"{name}.py").write_text(models.source(models.Affine))
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "model", raising=False)
-    module = importlib.import_module("model")
-    paths = list(sys.path)
-    example = {"text": ["a", "longer"]}
-    _saved(tmp_path, module.Affine(), hooks=models.Measure, example_inputs=example)
-    assert (sys.modules.pop("model"), sys.path) == (module, paths)
-    text = (tmp_path / "models" / "net" / "1" / "model.py").read_text()
-    assert text.startswith(models.source(models.Affine).rstrip())
+    module, hooks = importlib.import_module("model"), importlib.import_module("hooks")
+    module_files.write_source(tmp_path / "1", module.Affine(), {}, None)
+    module_files.write_beside(tmp_path / "1", hooks.Affine, {})
+    source = models.source(models.Affine).rstrip() + "\n"
+    assert (tmp_path / "1" / "model.py").read_text() == source
+    assert (tmp_path / "1" / "hooks.py").read_text() == f"{source}\n\nHooks = Affine\n"
 
 
-_VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
-
-
+_VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcd"]
 _SMALL: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -224,36 +207,28 @@ _SMALL: dict[str, Any] = {
 }
 
 
-def _bert(name: str) -> Any:
-    config = transformers.BertConfig(vocab_size=len(_VOCABULARY), **_SMALL)
-    return getattr(transformers, name)(config)
-
-
-def _tokenizer(folder: Path) -> Any:
-    (folder / "vocab.txt").write_text("\n".join(_VOCABULARY))
-    return transformers.BertTokenizerFast(str(folder / "vocab.txt"))
-
-
-def test_model_with_a_tokenizer_takes_texts_of_any_length(tmp_path: Path) -> None:
-    document = _saved(tmp_path, _bert("BertModel"), processor=_tokenizer(tmp_path))
-    assert _tensors(document, "input") == {"text": [1]}
-    outputs = {"last_hidden_state": [-1, 16], "pooler_output": [16]}
-    assert _tensors(document, "output") == outputs
-
-
-def test_hooks_of_the_user_read_the_tokenizer_from_the_folder(tmp_path: Path) -> None:
-    document = _saved(
-        tmp_path,
-        _bert("BertForSequenceClassification"),
-        processor=_tokenizer(tmp_path),
-        hooks=saved.Labels,
-        example_inputs={"text": ["a", "a b"]},
-    )
+@pytest.mark.parametrize(
+    ("name", "options", "outputs"),
+    [
+        ("BertModel", {}, {"last_hidden_state": [-1, 16], "pooler_output": [16]}),
+        (
+            "BertForSequenceClassification",
+            {"hooks": saved.Labels, "example_inputs": {"text": ["a", "a b"]}},
+            {"label": [], "share": []},
+        ),
+    ],
+)
+def test_model_with_a_tokenizer_takes_texts_of_any_length_also_with_hooks_of_the_user(
+    name: str, options: dict[str, Any], outputs: dict[str, list[int]], tmp_path: Path
+) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join(_VOCABULARY))
+    tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
+    model = getattr(transformers, name)(transformers.BertConfig(vocab_size=9, **_SMALL))
+    document = _saved(tmp_path, model, processor=tokenizer, **options)
     version = tmp_path / "models" / "net" / "1"
     assert (version / "tokenizer.json").exists()
     assert all(path.stat().st_mode & 0o044 for path in version.iterdir())
-    assert _tensors(document, "input") == {"text": [1]}
-    assert {entry["name"] for entry in document["output"]} == {"label", "share"}
+    assert (_tensors(document, "input"), _tensors(document, "output")) == ({"text": [1]}, outputs)
 
 
 _SCRIPT = """
