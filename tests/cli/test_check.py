@@ -135,17 +135,14 @@ def test_printed_lines(
 
 
 def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
-    """In the version that is served; it does not change. Its environment is not used."""
+    """In the version that is served; it does not change."""
     _lay_out(tmp_path, "good")
     (tmp_path / "good" / "2").mkdir()
     with (tmp_path / "good" / "config.pbtxt").open("a") as config:
         config.write("version_policy { specific { versions: 1 } }\n")
-        value = 'value { string_value: "/env.tar.gz" }'
-        config.write(f'parameters {{ key: "EXECUTION_ENV_PATH" {value} }}\n')
     before = tree(tmp_path)
     done = run("check", ".", cwd=tmp_path / "good")
     assert done.stdout.startswith("OK      good 1\n")
-    assert "warnings       EXECUTION_ENV_PATH names an environment" in done.stdout
     assert done.returncode == int(bool(list(check.machine_problems())))
     assert tree(tmp_path) == before
 

@@ -43,7 +43,7 @@ def _init(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def _artifacts(folder: Path) -> None:
     (folder / "script").mkdir()
     scenarios.script(models.Affine(), "script.pt")(folder / "script")
-    scenarios.safe({"x": torch.rand(2, 4)}, "some.safetensors")(folder)
+    scenarios.safe({"x": torch.rand(2, 4)}, "script/example_inputs.safetensors")(folder)
     (folder / "program.pt2").write_bytes(kinds._exported("one"))
     source = models.source(models.Affine) + kinds._EXAMPLE_FUNCTION
     (folder / "classes.py").write_text(source)
@@ -55,7 +55,7 @@ def _artifacts(folder: Path) -> None:
     [
         (
             "script",
-            ["script/script.pt", "--example=some.safetensors"],
+            ["script/script.pt"],
             {"model.pt", "example_inputs.safetensors"},
             8,
         ),
@@ -312,7 +312,7 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
     [
         ({}, ["--input=x"], "--input is 'x'; expected NAME:TYPE:DIMS such as x:FP32:3x224"),
         ({}, ["--input=x:FLOAT:3"], "with one of the types BOOL"),
-        ({}, ["--example=none"], "/none"),
+        ({}, ["--example=none"], "--example was removed. Put the inputs beside the model as"),
         ({}, ["--repository=/dev/null/models"], "/dev/null"),
         *(({}, [f"--name={name}"], f"the model's name is '{name}'") for name in _BAD_NAMES),
         ({"w.safetensors": _WEIGHTS}, [], "is weights without code"),

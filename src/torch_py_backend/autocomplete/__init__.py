@@ -1,7 +1,4 @@
-"""Completes the inputs, outputs and sizes that config.pbtxt lacks, by runs of the model.
-
-Imports no torch: the model runs in a child process.
-"""
+"""Completes what config.pbtxt lacks by runs of the model in a child process; imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from collections.abc import Mapping
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.processes import child_process
 
-# Seconds to try a model.
-LIMIT_S = 600
+LIMIT_S = 600  # seconds to try a model
 
 
 def is_incomplete(document: Document) -> bool:

@@ -1,7 +1,4 @@
-"""Infers the inputs, outputs and max_batch_size of a config from its model.
-
-The functions run in a child process, because they run the model's code.
-"""
+"""Infers the inputs, outputs and max_batch_size of a config, in a child process with its model."""
 
 from __future__ import annotations
 
@@ -34,10 +31,8 @@ from torch_py_backend.pipeline.outputs import to_value
 from torch_py_backend.signature import results
 from torch_py_backend.values import Item, Value
 
-# The max_batch_size of a model that takes any number of rows.
-DEFAULT_BATCH_SIZE = 8
-# A larger limit in an exported program stands for "any number of rows".
-_MAX_BATCH_SIZE = 4096
+DEFAULT_BATCH_SIZE = 8  # of a model that takes any number of rows
+_MAX_BATCH_SIZE = 4096  # a larger limit of an exported program stands for any number of rows
 _EXAMPLE = (
     f"{example_inputs.NAME}.safetensors in the version folder, or a function"
     f" {example_inputs.NAME}() in model.py or hooks.py"
@@ -102,17 +97,14 @@ def _try(
     *,
     batched: bool | None,
 ) -> tuple[Item, list[Item], bool]:
-    """Run a model with its example, or with made-up values.
-
-    Return its inputs, its outputs for several sizes of them, and whether it has a batch.
-    """
+    """Return inputs of a model, its outputs for several sizes, and whether they have a batch."""
     example = example_inputs.find(config, loaded.artifact)
     if not document.get("input") and example is None:
         raise ConfigError(
             f"config.pbtxt lists no inputs, and {loaded.kind.value} does not define their shapes",
             expected=f"{_EXAMPLE} that returns a dict of tensors by input name",
-            cure="Add one of them, or write the inputs and outputs into config.pbtxt. `init` takes"
-            " them as --example FILE, or --input NAME:TYPE:DIMS for each.",
+            cure="Add one of them, or write the inputs and outputs into config.pbtxt. `init` copies"
+            " the file beside the model, or takes --input NAME:TYPE:DIMS for each.",
         )
     run = partial(_run, config, loaded, hooks, device)
     items = partial(_items, config, document, example or {}, hooked=any(hooks))
@@ -185,10 +177,7 @@ def _run(
 
 
 def is_batch(run: Callable[[Item], Item], item: Item) -> bool:
-    """Return whether dimension 0, and no other, doubles in every output if the rows do.
-
-    `run` returns the outputs of the model for an item, with all dims.
-    """
+    """Return whether dimension 0, and no other, of every output of `run` doubles with the rows."""
     sizes = {value.shape[0] if value.ndim else 0 for value in item.values()}
     if len(sizes) != 1 or 0 in sizes:
         return False
@@ -207,10 +196,7 @@ def is_batch(run: Callable[[Item], Item], item: Item) -> bool:
 def entries(
     values: Mapping[str, Value], *others: Mapping[str, Value], batched: bool
 ) -> list[JsonObject]:
-    """Return values with all dims as inputs or outputs of config.pbtxt.
-
-    Dims are -1 whose sizes differ in other values, or are not fixed in a program.
-    """
+    """Return inputs or outputs of config.pbtxt; -1 for sizes that differ in others, or vary."""
     listed = []
     for name, value in values.items():
         is_tensor = isinstance(value, Tensor)

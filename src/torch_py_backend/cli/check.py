@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from torch_py_backend.config import execution_env, pbtxt, repository
+from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import BackendError, ConfigError, ToolError, named
 from torch_py_backend.model_folders import creation
@@ -20,8 +19,7 @@ from torch_py_backend.processes import child_process
 from torch_py_backend.server.installation import TritonInstallation
 
 _COLORS = {"OK": "green", "FAILED": "red", "SKIPPED": "yellow", "PROBLEM": "red"}
-# Each instance needs a region of 1 MB, and more for larger tensors.
-_SHARED_MEMORY_BYTES = 256 << 20
+_SHARED_MEMORY_BYTES = 256 << 20  # each instance needs 1 MB, and more for larger tensors
 # What a config names for this backend: also `pytorch`, and the platforms of LibTorch.
 _BACKENDS = ("pytorch_py", "pytorch", "pytorch_libtorch", "torch_aoti")
 # What is not printed of a report, without --json.
@@ -79,33 +77,25 @@ def _try(
     traceback: bool,
 ) -> tuple[str, str, JsonObject]:
     """Load a model in a child process; return the outcome, a line on it, and the report."""
-    warnings = []
     try:
         document = pbtxt.read(folder)
         backend = document["backend"] or document["platform"]
-        # The package's name is taken for that of the backend.
-        if not backend or ("torch" in backend.lower() and backend not in _BACKENDS):
+        if backend not in _BACKENDS:
+            if backend and "torch" not in backend.lower():
+                return "SKIPPED", f"{folder.name}: served by {backend}", {"skipped": backend}
+            # The package's name is taken for that of the backend.
             found = f"config.pbtxt names the backend '{backend}'"
             raise ConfigError(found, expected='the line backend: "pytorch_py"')
-        if backend not in _BACKENDS:
-            return "SKIPPED", f"{folder.name}: served by {backend}", {"skipped": backend}
-        if execution_env.KEY in document["parameters"]:
-            warnings.append(
-                f"{execution_env.KEY} names an environment; here the model is tried without it,"
-                f" with the packages of {sys.prefix}."
-            )
         version = repository.latest(folder, document)
         arguments = {"arguments": pbtxt.arguments(folder, version, document)}
         report = child_process.run(creation.INSPECT, arguments, timeout)
-    except (BackendError, OSError) as raised:
-        error = raised if isinstance(raised, BackendError) else ConfigError(str(raised))
+    except BackendError as error:
         text = named(folder.name, error)
-        report = {"error": text, "warnings": warnings}
+        report = {"error": text}
         if traceback:
             report["traceback"] = error.traceback
         return "FAILED", text, report
-    report |= {"version": version, "warnings": warnings + report["warnings"]}
-    return "OK", f"{folder.name} {version}", report
+    return "OK", f"{folder.name} {version}", {"version": version, **report}
 
 
 def print_report(outcome: str, title: str, report: Document) -> None:

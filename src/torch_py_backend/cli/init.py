@@ -43,12 +43,6 @@ def init(
             " size. Repeat it for each input.",
         ),
     ] = None,
-    example: Annotated[
-        Path | None,
-        typer.Option(
-            help="Valid inputs by name, in safetensors, with the batch dimension if there is one."
-        ),
-    ] = None,
     model_class: Annotated[
         str,
         typer.Option(
@@ -76,11 +70,15 @@ def init(
     parent = repository or Path("models" if model_file.is_dir() else "")
     target = parent.absolute() / name
     with about(name), tempfile.TemporaryDirectory(prefix="torch-py-backend-") as scratch:
-        settings: JsonObject = {}
-        if absolute.suffix == ".mar":
-            absolute, settings = artifact_files.unpack_archive(absolute, Path(scratch))
-        files, needs = artifact_files.find(absolute, example, tensors=tensors or bool(entries))
-        needs |= settings
+        needs: JsonObject = {}
+        if absolute.is_dir():
+            files, needs = artifact_files.find_pretrained(
+                absolute, tensors=tensors or bool(entries)
+            )
+        else:
+            if absolute.suffix == ".mar":
+                absolute, needs = artifact_files.unpack_archive(absolute, Path(scratch))
+            files = artifact_files.find(absolute)
         if entries:
             needs["input"] = entries
         if model_class:

@@ -51,6 +51,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "flag": {
         "--cache-size": "Remove it: `serve URL` fetches the repository once, at its start.",
+        "--example": "Put the inputs beside the model as example_inputs.safetensors.",
         "--inputs": "Put the inputs beside the model as example_inputs.safetensors.",
         "--link": "Remove it: `init` copies the files.",
         "--max-error": "Remove it: the table has each candidate's error.",

@@ -15,7 +15,7 @@ from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ArtifactError, printable, summarize
 from torch_py_backend.loading import discovery
-from torch_py_backend.loading.discovery import ArtifactType
+from torch_py_backend.loading.discovery import HOOKS, ArtifactType
 
 EXAMPLE = "example_inputs.safetensors"
 # The handlers of TorchServe itself, which are not part of an archive.
@@ -59,50 +59,37 @@ def unpack_archive(archive: Path, folder: Path) -> tuple[Path, JsonObject]:
     return weights, needs
 
 
-def find(
-    path: Path,
-    example: Path | None,
-    *,
-    tensors: bool = False,
-) -> tuple[dict[str, Path], JsonObject]:
-    """Return the files of an artifact, and what they need in config.pbtxt.
+def find(path: Path) -> dict[str, Path]:
+    """Return the files of an artifact by their names in the version folder, the model's first.
 
-    The files are source paths by their names in the version folder; the model file comes first.
-
-    Args:
-        path: the model file, or a folder that `save_pretrained` wrote.
-        example: a file with valid inputs; None: one beside the model file, if there is one.
-        tensors: whether a classifier of texts takes tensors, although its tokenizer is there.
+    These are also the hooks and the example beside it.
     """
-    needs: JsonObject = {}
-    if path.is_dir():
-        files, needs = _pretrained(path, tensors=tensors or example is not None)
+    artifact = discovery.of_file(path)
+    source = path.with_name("model.py")
+    if artifact.kind is ArtifactType.MODULE:
+        weights = None if path == artifact.path else path
+        files = discovery.source_files(artifact.path, weights)
     else:
-        artifact = discovery.of_file(path)
-        source = path.with_name("model.py")
-        if artifact.kind is ArtifactType.MODULE:
-            weights = None if path == artifact.path else path
-            files = discovery.source_files(artifact.path, weights)
-        else:
-            name = "model.pt" if artifact.kind is ArtifactType.TORCHSCRIPT else "model.pt2"
-            files = {name: path}
-            if source.is_file() and not discovery.defines_module(source):
-                files |= discovery.imported(path.parent, "model")
-        if path.with_name(discovery.HOOKS).is_file():
-            files |= discovery.imported(path.parent, "hooks")
-        if path.with_name(EXAMPLE).is_file():
-            files[EXAMPLE] = path.with_name(EXAMPLE)
-    if example is not None:
-        files[EXAMPLE] = example.absolute()
-    return files, needs
+        name = "model.pt" if artifact.kind is ArtifactType.TORCHSCRIPT else "model.pt2"
+        files = {name: path}
+        if source.is_file() and not discovery.defines_module(source):
+            files |= discovery.imported(path.parent, "model")
+    if path.with_name(HOOKS).is_file():
+        files |= discovery.imported(path.parent, "hooks")
+    if path.with_name(EXAMPLE).is_file():
+        files[EXAMPLE] = path.with_name(EXAMPLE)
+    return files
 
 
-def _pretrained(
+def find_pretrained(
     folder: Path,
     *,
     tensors: bool,
 ) -> tuple[dict[str, Path], JsonObject]:
-    """Return the files of a `save_pretrained` folder; a classifier of texts has hooks for them."""
+    """Return the files of a folder of `save_pretrained`, and what they need in config.pbtxt.
+
+    Without `tensors`, or an example, a classifier with a tokenizer gets hooks that take texts.
+    """
     try:
         config = json.loads((folder / "config.json").read_bytes())
         (architecture, *_) = config.get("architectures") or ["AutoModel"]
@@ -114,22 +101,19 @@ def _pretrained(
             f"{folder} is a folder without a config.json of transformers",
             expected="a model's file, or a folder that save_pretrained wrote",
         ) from None
-    paths = sorted(path for path in folder.iterdir() if path.is_file())
-    files = {path.name: path for path in paths if not path.name.startswith(".")}
+    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
     factory = {"MODEL_FACTORY": f"transformers:{architecture}"}
     needs: JsonObject = {"parameters": pbtxt.parameters(factory)}
-    has_tokenizer = "tokenizer_config.json" in files and discovery.HOOKS not in files
-    if has_tokenizer and not tensors and architecture.endswith("ForSequenceClassification"):
-        files[discovery.HOOKS] = _TEXT_HOOKS
+    takes_texts = "tokenizer_config.json" in files and files.keys().isdisjoint({HOOKS, EXAMPLE})
+    if takes_texts and not tensors and architecture.endswith("ForSequenceClassification"):
+        files[HOOKS] = _TEXT_HOOKS
         needs["input"] = [{"name": "text", "data_type": "TYPE_STRING", "dims": [1]}]
     return files, needs
 
 
 def pretrained_kwargs(arguments: Iterable[str]) -> JsonObject:
-    """Return arguments of a transformers model without which it would return its cache.
-
-    The argument that takes it is `past_key_values`, from transformers 5.24 on `cache`.
-    """
+    """Return arguments of a transformers model without which it would return its cache."""
+    # The argument that takes the cache is `cache` from transformers 5.24 on.
     return {"use_cache": False} if {"past_key_values", "cache"} & {*arguments} else {}
 
 
@@ -139,7 +123,7 @@ def pretrained_inputs(
 ) -> list[JsonObject]:
     """Return the inputs of a transformers model that takes tokens; empty for other models.
 
-    They follow from the contents of config.json and the arguments of `forward()`.
+    `config` is config.json. `arguments` are those of `forward()`.
     """
     names = ["input_ids", "attention_mask"]
     if config.get("is_encoder_decoder"):
@@ -147,7 +131,12 @@ def pretrained_inputs(
     if config.get("type_vocab_size", 0) > 1:
         names.append("token_type_ids")
     return [
-        {"name": name, "data_type": "TYPE_INT64", "dims": [-1], "optional": name in _OPTIONAL}
+        {
+            "name": name,
+            "data_type": "TYPE_INT64",
+            "dims": [-1],
+            "optional": name in _OPTIONAL,
+        }
         for name in names
         if "input_ids" in arguments and name in arguments
     ]
@@ -160,9 +149,8 @@ def pad(config: Document, document: JsonObject) -> None:
     """
     token = config.get("pad_token_id")
     names = [entry["name"] for entry in document["input"] if -1 in entry["dims"]]
-    if token is None or "attention_mask" not in names or config.get("is_encoder_decoder"):
-        return
-    if not document["max_batch_size"]:
+    pads = "attention_mask" in names and not config.get("is_encoder_decoder")
+    if token is None or not pads or not document["max_batch_size"]:
         return
     as_long = [entry["name"] for entry in document["output"] if -1 in entry["dims"]]
     settings: dict[str, JsonObject] = {name: {} for name in names if name != "attention_mask"}
@@ -172,11 +160,7 @@ def pad(config: Document, document: JsonObject) -> None:
         entry["allow_ragged_batch"] = True
 
 
-def write_labels(
-    config: Document,
-    document: JsonObject,
-    folder: Path,
-) -> None:
+def write_labels(config: Document, document: JsonObject, folder: Path) -> None:
     """Write the labels of a classifier into its model folder, as Triton's `label_filename`."""
     labels = config.get("id2label") or {}
     for entry in document["output"]:

@@ -48,13 +48,9 @@ def create(
     *,
     force: bool = False,
 ) -> JsonObject:
-    """Write a model folder with a config that the model completes.
+    """Write a model folder with `files` in its version 1, and `needs` in its config.pbtxt.
 
-    `files` and `needs` are those of `artifact_files.find`. Return the report of
-    `inspection.inspect`.
-
-    Raises:
-        LoadError: the model does not load and run, and nothing is written.
+    Return the report of `inspection.inspect`. Nothing is written if the model does not run.
     """
     with new_folder(target, force=force) as folder:
         for name, source in files.items():
@@ -72,13 +68,9 @@ def write_config(
     document: Document,
     **more: object,
 ) -> JsonObject:
-    """Try the model of a folder with the version 1 in a child process, and write its config.pbtxt.
+    """Run `inspection.inspect` for version 1 of a folder, write its config, and return its report.
 
-    `document` may lack inputs and outputs. `more` are further arguments of `inspection.inspect`,
-    whose report is returned.
-
-    Raises:
-        LoadError: the model cannot be served, or differs from the reference.
+    `more` are its further arguments.
     """
     arguments = pbtxt.arguments(folder, "1", document)
     if sys.stderr.isatty():
@@ -106,14 +98,10 @@ def write_config(
 
 @contextlib.contextmanager
 def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
-    """Yield the path of a model folder to write, which replaces the target when the block ends.
+    """Yield the path of a model folder to write, which replaces the target if the block ends.
 
-    It is in a temporary folder until then: a server that watches the repository never sees a part
-    of it. If the block raises, the target stays as it was.
-
-    Raises:
-        ToolError: the folder cannot be written, or something exists there that is not replaced.
-            With `force`, a model folder with the version 1 alone is.
+    A server that watches the repository never sees a part of it. Raises ToolError if it cannot be
+    written, or the target exists: only `force` replaces a model folder with the version 1 alone.
     """
     is_model = (target / "config.pbtxt").is_file()
     is_replaced = force and is_model and repository.versions(target) in ([], ["1"])

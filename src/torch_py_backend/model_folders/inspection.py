@@ -1,6 +1,6 @@
-"""Complete the config of a model, load it, describe it, and compare it with a reference.
+"""Complete the config of a model, load it and describe it, in a child process.
 
-To be run in a child process, because it runs the model's code. `arguments` are Triton's.
+`arguments` are Triton's.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from torch_py_backend.model_folders.artifact_files import EXAMPLE
 from torch_py_backend.pipeline.differences import disagreement
 from torch_py_backend.values import Item
 
-_MOST_WARNINGS = 10_000
-# The most values of an input that are printed.
-_MOST_VALUES = 64
+_MOST_VALUES = 64  # of an input that are printed
 
 
 def inspect(
@@ -43,18 +41,12 @@ def inspect(
 ) -> JsonObject:
     """Complete a config, load and warm up its model; return what it is, takes and gives, as JSON.
 
-    Args:
-        arguments: Triton's arguments; the config may lack inputs and outputs.
-        reference: a file with outputs for the example beside the model, to compare with its own.
-        new: whether the folder is new: its config gets what its files say, the report a request.
-
-    Raises:
-        LoadError: the model cannot be served.
-        OutputError: its outputs differ from the reference.
+    Raises OutputError if its outputs for its example differ from those in the file `reference`. If
+    the folder is `new`, its config gets what its files say, and the report has a request.
     """
     logger = logging.getLogger("torch_py_backend")
     logger.propagate = False
-    warnings = BufferingHandler(_MOST_WARNINGS)
+    warnings = BufferingHandler(10_000)
     warnings.setLevel(logging.WARNING)
     document = json.loads(arguments["model_config"])
     if new:
@@ -134,28 +126,33 @@ def _class_of_weights(arguments: Mapping[str, str]) -> str:
 
 
 def _request(engine: Engine) -> list[JsonObject]:
-    """Return the inputs of a request of one row, in the JSON of Triton's HTTP endpoint.
+    """Return the inputs of a request of one row in JSON; empty if that has no such type.
 
-    The data of a large input is a note on how many values it has. Empty: JSON has no such type.
+    The data of a large input is a note on how many values it has.
     """
     values, inputs = batch(engine, 1), []
     for spec in engine.config.inputs:
         datatype = spec.dtype.triton
-        data = values[spec.name].reshape(-1).tolist()
         if datatype in ("FP16", "BF16"):
             return []
         # Triton removes the dimension that one value for each row has.
         shape = [*values[spec.name].shape, *[1] * spec.reshaped]
-        data = [*map(_plain, data)] if len(data) <= _MOST_VALUES else [f"{len(data)} values"]
-        inputs.append({"name": spec.name, "datatype": datatype, "shape": shape, "data": data})
+        data = values[spec.name].reshape(-1).tolist()
+        if len(data) > _MOST_VALUES:
+            data = [f"{len(data)} values"]
+        elif datatype == "BYTES":
+            data = [element.decode(errors="replace") for element in data]
+        elif datatype.startswith("FP"):
+            data = [round(element, 4) for element in data]
+        inputs.append(
+            {
+                "name": spec.name,
+                "datatype": datatype,
+                "shape": shape,
+                "data": data,
+            }
+        )
     return inputs
-
-
-def _plain(element: object) -> object:
-    """Return an element of a tensor as JSON has it; numbers are rounded."""
-    if isinstance(element, bytes):
-        return element.decode(errors="replace")
-    return round(element, 4) if isinstance(element, float) else element
 
 
 def _compare(engine: Engine, reference: str) -> None:

@@ -1,7 +1,6 @@
 """A model repository in an object store or on the Hugging Face hub, copied before it is served.
 
-The store's own library reads the store, with the credentials that it finds. A file is fetched again
-if what the store reports of it has changed since the last fetch.
+The store's own library reads it, with the credentials that it finds, and only what has changed.
 """
 
 from __future__ import annotations
@@ -29,16 +28,9 @@ def local(
 ) -> Path:
     """Return the local folder of a model repository: the path itself, or what is fetched.
 
-    If the store fails, the files that were fetched last are used.
-
-    Args:
-        url: a path, the address of a folder as fsspec reads it, or hf://organization/name@revision.
-        cache: only this user may write to it; None: ~/.cache/torch-py-backend.
-        report: called with what happens, a line each.
-
-    Raises:
-        ToolError: the store cannot be read for the first time, or others may write to the cache.
-        LoadError: what was fetched from the hub is neither a repository nor a model that runs.
+    `url` is a path, a folder as fsspec reads it, or hf://organization/name@revision. If the store
+    fails, the files that were fetched last are used, if there are any. `report` is called with
+    lines on what happens. Others must not write to the cache; None: ~/.cache/torch-py-backend.
     """
     if "://" not in url:
         return Path(url)
@@ -69,7 +61,7 @@ def local(
         if is_hub and (folder / "config.json").is_file():
             model = folder.parent
             with about(model.name):
-                _, needs = artifact_files.find(folder, None, tensors=True)
+                _, needs = artifact_files.find_pretrained(folder, tensors=True)
                 # Not the config of the last start: the version's folder has none.
                 creation.write_config(model, {**pbtxt.read(folder), **needs}, new=True)
             return model.parent

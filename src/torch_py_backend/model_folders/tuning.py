@@ -1,10 +1,7 @@
 """Measure ways to run a model beside the way that config.pbtxt has.
 
 Each candidate runs in a process of its own, together with the model as configured. The two are
-timed in turn (A B B A), because the speed of a machine drifts within minutes. Numbers of threads
-and instances are not searched: docs/performance.md says how to choose them.
-
-torch is imported in the child processes only, in which the models run.
+timed in turn (A B B A), because the speed of a machine drifts within minutes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -62,10 +59,7 @@ _CANDIDATES: tuple[tuple[str, tuple[str, ...], dict[str, str]], ...] = (
 
 
 class Row(NamedTuple):
-    """A candidate: its title and options, and what is printed of it.
-
-    `gain` is the product of its gains; 0: it loses speed, or its outputs are others.
-    """
+    """A candidate. `gain` is the product of its gains; 0: it is slower, or its outputs differ."""
 
     title: str
     parameters: Mapping[str, str]
@@ -82,11 +76,7 @@ def candidates(
 ) -> Iterator[Row]:
     """Yield the figures of the model as configured, and then of each candidate that suits it.
 
-    Those of the model as configured show how far two measurements of one model differ. 16-bit types
-    are tried if `reduced`.
-
-    Raises:
-        LoadError: the model as configured cannot be run.
+    The first show how far two measurements differ. 16-bit types are tried if `reduced`.
     """
     configured = pbtxt.arguments(folder, version, document)
     sent = {"arguments": configured, "configured": configured}
@@ -113,11 +103,10 @@ def candidates(
 
 
 def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> JsonObject:
-    """Measure a candidate, in a child process.
+    """Measure a candidate, in a child process that has not compiled anything yet.
 
-    The candidate is loaded first, when the process has not compiled anything yet. `gains` are the
-    ratios to the model as configured for one row and for full batches, medians of the rounds;
-    `error` is the largest difference from its outputs, relative to their values.
+    `gains` are the ratios to the model as configured for one row and for full batches, medians of
+    the rounds; `error` is the largest difference from its outputs, relative to their values.
     """
     import torch
     from torch.utils.benchmark import Timer

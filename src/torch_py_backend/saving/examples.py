@@ -26,8 +26,7 @@ class Example(NamedTuple):
     Attributes:
         item: the inputs of a request by name; strings are arrays of objects.
         config: `input` and `max_batch_size` of config.pbtxt.
-        arguments: the tree of forward()'s arguments by name, whose leaves are those of the item;
-            None: hooks make them from the item.
+        arguments: forward()'s arguments as a tree; None: hooks make them.
         outputs: those of the module, on the CPU; None with hooks.
     """
 
@@ -43,7 +42,7 @@ def from_arguments(
     """Return the example of a module without hooks, from the arguments of `save_model`."""
     signature = introspection.from_function(module.forward)
     if isinstance(example_inputs, Mapping):
-        arguments = {str(name): value for name, value in example_inputs.items()}
+        arguments = dict(example_inputs)
     elif isinstance(example_inputs, Tensor | tuple):
         args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         arguments = inspect.signature(module.forward).bind(*args).arguments
@@ -77,16 +76,17 @@ def from_arguments(
         # Copied, because forward() may change them in place.
         copies = [torch.as_tensor(value).clone() for value in item.values()]
         leaves = named_leaves(module(**pytree.tree_unflatten(copies, tree))).items()
-        return {name: leaf.detach().cpu() for name, leaf in leaves if isinstance(leaf, Tensor)}
+        return {
+            name: torch.atleast_1d(leaf.detach().cpu())
+            for name, leaf in leaves
+            if isinstance(leaf, Tensor)
+        }
 
     outputs = run(item)
     if max_batch_size is None:
         max_batch_size = _default_size(item) if schema.is_batch(run, item) else 0
     if not max_batch_size:  # Triton has no tensors without dimensions
-        item, outputs = (
-            {name: torch.atleast_1d(torch.as_tensor(value)) for name, value in values.items()}
-            for values in (item, outputs)
-        )
+        item = {name: torch.atleast_1d(torch.as_tensor(value)) for name, value in item.items()}
     entries = schema.entries(item, resized, batched=max_batch_size > 0)
     return Example(item, {"input": entries, "max_batch_size": max_batch_size}, tree, outputs)
 

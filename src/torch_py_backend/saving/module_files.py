@@ -43,15 +43,14 @@ def write_source(
     """Write the class and its weights; return the options of the model."""
     folder.mkdir(parents=True)
     name = type(module).__name__
-    options: JsonObject = {"MODEL_KWARGS": kwargs} if kwargs else {}
     if is_pretrained(module):
         module.save_pretrained(folder)
         if processor is not None:
             processor.save_pretrained(folder)
         names = introspection.from_function(module.forward).named
-        if kwargs := {**artifact_files.pretrained_kwargs(names), **kwargs}:
-            options["MODEL_KWARGS"] = kwargs
-        return {"MODEL_FACTORY": f"transformers:{name}", **options}
+        kwargs = {**artifact_files.pretrained_kwargs(names), **kwargs}
+        options: JsonObject = {"MODEL_FACTORY": f"transformers:{name}"}
+        return {**options, "MODEL_KWARGS": kwargs} if kwargs else options
     _write_class(folder, "model", type(module))
     # Of tied weights, the file has one.
     state = {id(value): (key, value) for key, value in module.state_dict(keep_vars=True).items()}
@@ -61,7 +60,7 @@ def write_source(
         # A file has no views.
         weights[key] = weight.clone() if value._is_view() else weight  # noqa: SLF001  no public name
     safetensors.torch.save_file(weights, folder / "model.safetensors")
-    return {"MODEL_CLASS": name, **options}
+    return {"MODEL_CLASS": name, "MODEL_KWARGS": kwargs} if kwargs else {"MODEL_CLASS": name}
 
 
 def _write_class(folder: Path, stem: str, value: type) -> None:
@@ -127,11 +126,7 @@ def _source(value: type) -> str:
 def write_program(
     folder: Path, module: nn.Module, example: Example, shapes: Any, *, compiled: bool
 ) -> None:
-    """Export a module to a file; `compiled`: as a package of AOTInductor.
-
-    A package serves one row as such, without a check of minimum sizes, if only the batch is
-    dynamic; its answer has to be compared.
-    """
+    """Export a module to a file; `compiled`: as a package of AOTInductor."""
     # Copied: torch.export takes one tensor in two places for one input.
     tensors = [torch.as_tensor(value).clone() for value in example.item.values()]
     rows = example.config["max_batch_size"]
@@ -141,7 +136,8 @@ def write_program(
     if rows and shapes is None:
         batch = {0: torch.export.Dim("batch", min=1)}
         shapes = pytree.tree_unflatten([batch] * len(tensors), example.arguments)
-        options["aot_inductor.check_lowerbound"] = False  # by default, a package takes 2 rows
+        # By default a package takes 2 rows. Without this check, its answer has to be compared.
+        options["aot_inductor.check_lowerbound"] = False
     kwargs = pytree.tree_unflatten(tensors, example.arguments)
     program = torch.export.export(module, (), kwargs, dynamic_shapes=shapes)
     folder.mkdir(parents=True)
@@ -151,15 +147,8 @@ def write_program(
         torch.export.save(program, folder / "model.pt2")
 
 
-def write_beside(
-    folder: Path,
-    hooks: type | Path | None,
-    item: Item,
-) -> None:
-    """Write what lies beside a model: its hooks, a class or the file with it, and its example.
-
-    An example with strings is a function of hooks.py.
-    """
+def write_beside(folder: Path, hooks: type | Path | None, item: Item) -> None:
+    """Write the hooks of a model, a class or the file with it, and its example."""
     if isinstance(hooks, Path):
         shutil.copyfile(hooks, folder / HOOKS)
     elif hooks is not None:
@@ -172,7 +161,7 @@ def write_beside(
     }
     if len(tensors) == len(item):
         safetensors.torch.save_file(tensors, folder / artifact_files.EXAMPLE)
-    else:
+    else:  # it has strings
         lines = ["", "", "def example_inputs():", "    import torch", "", "    return {"]
         for name, value in item.items():
             text = repr(value.tolist())

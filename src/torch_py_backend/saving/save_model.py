@@ -14,11 +14,9 @@ import torch
 from torch import nn
 
 from torch_py_backend.config import pbtxt, removed_names
-from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError, a_type, about, summarize
 from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.saving import examples, module_files
-from torch_py_backend.saving.examples import Example
 from torch_py_backend.saving.module_files import Format
 
 # By an attribute of a processor: the file with its hooks, and an example; a PNG of one gray pixel.
@@ -51,9 +49,8 @@ def save_model(
 ) -> Path:
     """Write a complete model folder, load it in a child process, and compare; return its path.
 
-    The folder has the model, its weights, a commented config.pbtxt and the example, which the
-    warm-up uses. It is written only if the saved model loads and its answers for the example are
-    those of the module. The module is not changed.
+    The folder has the model, a commented config.pbtxt and the example, which the warm-up uses. It
+    is written only if the saved model has the answers of the module for the example.
 
     Args:
         module: the module, which is saved in eval mode.
@@ -86,14 +83,7 @@ def save_model(
     target = Path(path).absolute()
     creation.check_name(target.name)
     with about(target.name):
-        own, request = _hooks_of(module, format, processor, hooks)
-        if format is not None:
-            formats: tuple[Format, ...] = (format,)
-        elif own is not None or model_kwargs or module_files.is_pretrained(module):
-            formats = ("module",)
-        else:  # torch's own are such as nn.Sequential
-            package = type(module).__module__.partition(".")[0]
-            formats = ("export",) if package == "torch" else ("module", "export")
+        own, request, formats = _plan(module, format, processor, hooks, model_kwargs)
         new_folder = creation.new_folder(target, force=overwrite)
         with _evaluating(module), torch.no_grad(), new_folder as folder:
             if own is not None:
@@ -103,29 +93,39 @@ def save_model(
                 example = examples.from_arguments(
                     module, example_inputs, max_batch_size, dynamic_shapes
                 )
-                if formats == ("module",):
-                    example.config["input"] = _tokens(module, example)
+                tokens = []
+                if formats == ("module",) and module_files.is_pretrained(module):
+                    config: Any = module.config
+                    tokens = artifact_files.pretrained_inputs(config.to_dict(), [*example.item])
+                # Tokens of a transformers model may be any number.
+                if [entry["name"] for entry in tokens] == [*example.item]:
+                    example.config["input"] = tokens
             on_gpu = any(weight.is_cuda for weight in module.parameters())
             group = {"kind": "KIND_GPU" if on_gpu else "KIND_CPU", "count": 1}
             document = {**pbtxt.read(folder), **example.config, "instance_group": [group]}
-
-            def write(kind: Format) -> None:
-                options: dict[str, object] = {}
-                if kind == "module":
-                    options = module_files.write_source(
-                        folder / "1", module, model_kwargs or {}, processor
-                    )
-                else:
-                    module_files.write_program(
-                        folder / "1", module, example, dynamic_shapes, compiled=kind == "aoti"
-                    )
-                module_files.write_beside(folder / "1", own, example.item)
-                options |= parameters or {}
-                _complete(folder, {**document, "parameters": pbtxt.parameters(options)}, example)
-
+            outputs = folder.with_name("outputs.pt")
+            torch.save(example.outputs, outputs)
+            reference = str(outputs) if example.outputs else None
+            version = folder / "1"
             for kind in formats:
                 try:
-                    write(kind)
+                    options: dict[str, object] = {}
+                    if kind == "module":
+                        options = module_files.write_source(
+                            version, module, model_kwargs or {}, processor
+                        )
+                    else:
+                        module_files.write_program(
+                            version, module, example, dynamic_shapes, compiled=kind == "aoti"
+                        )
+                    module_files.write_beside(version, own, example.item)
+                    document["parameters"] = pbtxt.parameters({**options, **(parameters or {})})
+                    # Until the config is written: without a max_batch_size in this file, the
+                    # warm-up refuses rows that depend on each other.
+                    (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
+                    report = creation.write_config(folder, document, reference=reference)
+                    for warning in report["warnings"]:
+                        log.warning("model '%s': %s", folder.name, warning)
                     break
                 except Exception as error:
                     if kind == formats[-1]:
@@ -136,37 +136,14 @@ def save_model(
     return target
 
 
-def _tokens(module: Any, example: Example) -> list[JsonObject]:
-    """Return the inputs in config.pbtxt; tokens of a transformers model may be any number."""
-    tokens = []
-    if module_files.is_pretrained(module):
-        tokens = artifact_files.pretrained_inputs(module.config.to_dict(), [*example.item])
-    is_all = [entry["name"] for entry in tokens] == [*example.item]
-    return tokens if is_all else example.config["input"]
-
-
-def _complete(
-    folder: Path,
-    document: JsonObject,
-    example: Example,
-) -> None:
-    """Load the model of a folder, compare its answers with the module's, and write its config."""
-    # Until the config is written: without a max_batch_size in this file, the warm-up refuses rows
-    # that depend on each other.
-    (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
-    reference = None
-    if example.outputs:
-        reference = str(folder.with_name("reference.pt"))
-        torch.save(example.outputs, reference)
-    report = creation.write_config(folder, document, reference=reference)
-    for warning in report["warnings"]:
-        log.warning("model '%s': %s", folder.name, warning)
-
-
-def _hooks_of(
-    module: nn.Module, kind: str | None, processor: object, hooks: type | None
-) -> tuple[type | Path | None, object]:
-    """Return the user's hooks, or the processor's file and its example; SaveError if none fit."""
+def _plan(
+    module: nn.Module,
+    kind: Format | None,
+    processor: object,
+    hooks: type | None,
+    kwargs: Mapping[str, object] | None,
+) -> tuple[type | Path | None, object, tuple[Format, ...]]:
+    """Return the hooks, or the processor's file and its example, and the formats to try."""
     if isinstance(module, torch.jit.ScriptModule):
         raise SaveError(
             f"module is {a_type(module)}",
@@ -193,7 +170,14 @@ def _hooks_of(
             expected="the format module",
             cure="Or write hooks.py beside the program.",
         )
-    return own, request
+    formats: tuple[Format, ...] = ("module", "export")
+    if kind is not None:
+        formats = (kind,)
+    elif own is not None or kwargs or module_files.is_pretrained(module):
+        formats = ("module",)
+    elif type(module).__module__.partition(".")[0] == "torch":  # such as nn.Sequential
+        formats = ("export",)
+    return own, request, formats
 
 
 @contextlib.contextmanager
