@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torch_py_backend.processes import instance_status
 
@@ -17,6 +20,25 @@ _PATHS = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)]
 _PATHS += filter(None, [os.environ.get("PYTHONPATH")])
 
 Start: TypeAlias = "Callable[..., Child]"
+
+# Its processes are copies of one that has imported torch and this package: none imports them again.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch_py_backend.engine.load", "torch_py_backend.engine.warmup"])
+
+
+_Result = TypeVar("_Result")
+
+
+def call(function: Callable[..., _Result], *arguments: object) -> _Result:
+    """Return what a function returns in a process of its own."""
+    with ProcessPoolExecutor(1, FORKS) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def settle(folder: Path, **variables: str) -> None:
+    """Use a folder for temporary files, and environment variables, in a process of `FORKS`."""
+    os.environ.update(variables, TMPDIR=str(folder))
+    tempfile.tempdir = None
 
 
 class Child:

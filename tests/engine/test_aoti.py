@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import build
+import command_line
 import pytest
 import safetensors.torch
 import torch
+import torch._inductor.config
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.config import model_config, threads
@@ -74,7 +76,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "out.bias": torch.rand(3),
     }
     safetensors.torch.save_file(state, folder / "1" / "model.safetensors")
-    loaded(settings(folder)).close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_process, "run", command_line.here)
+        patch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # a build would tell
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+        loaded(settings(folder)).close()
     return folder
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import build
+import children
 import models
 import pytest
+import torch
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
-from torch_py_backend.engine import compilation
+from torch_py_backend.config import threads
+from torch_py_backend.engine import compilation, load, runtime, warmup
 from torch_py_backend.processes import private_files
 
 
@@ -149,22 +150,6 @@ def test_one_of_several_instances_compiles(tmp_path: Path, monkeypatch: pytest.M
     assert compiled.value == 1
 
 
-_START = """
-import json, sys
-import torch
-from torch_py_backend.config import model_config, threads
-from torch_py_backend.engine import load, runtime, warmup
-
-settings = model_config.parse(json.loads(sys.argv[1]))
-torch.manual_seed(0)
-engine = load.build(settings, threads.budget(settings))
-with runtime.mode(settings.options):
-    warmup.run(engine)
-    (outcome,) = engine.run([{"x": torch.ones(1, 4)}])
-from torch._dynamo.utils import counters
-report = {"y": outcome["y"].tolist(), "cache": engine.counts.compile_cache}
-print(json.dumps(report | counters["inductor"]))
-"""
 # The compiler, with a log of what it builds.
 _COMPILER = """#!/bin/sh
 case "$1" in --version|-v) ;; *) echo "$*" >> "{log}";; esac
@@ -172,45 +157,44 @@ exec {compiler} "$@"
 """
 
 
-def _started(folder: Path, scratch: Path) -> tuple[str, dict[str, Any]]:
-    """Load and warm up a model in a process with a temporary folder of its own.
+def _start(folder: Path, scratch: Path) -> tuple[str, list[Any], dict[str, int], dict[str, int]]:
+    """Load and warm up a model, with a temporary folder of its own.
 
-    Return the arguments of the compiler's calls, and the model's result and counters.
+    Return the arguments of the compiler's calls, an answer, and the counts of ours and inductor's.
     """
     compiler, log = scratch / "bin" / "g++", scratch / "built"
     compiler.parent.mkdir(parents=True)
     log.touch()
     compiler.write_text(_COMPILER.format(log=log, compiler=shutil.which("g++")))
     compiler.chmod(0o755)
-    options = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}", "WEIGHTS": "none"}
-    arguments = build.arguments(
+    children.settle(scratch, PATH=f"{compiler.parent}{os.pathsep}{os.environ['PATH']}")
+    settings = build.config(
+        folder,
         max_batch_size=1,
-        output=[{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
-        parameters={key: {"string_value": value} for key, value in options.items()},
+        outputs=(build.spec("y", dims=(2,)),),
+        torch_compile_optional_parameters={},
+        weights="none",
     )
-    path = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [sys.executable, "-c", _START, json.dumps(arguments | {"model_repository": str(folder)})],
-        env={**os.environ, "TMPDIR": str(scratch), "PATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return log.read_text(), json.loads(done.stdout.splitlines()[-1])
+    torch.manual_seed(0)
+    engine = load.build(settings, threads.budget(settings))
+    with runtime.mode(settings.options):
+        warmup.run(engine)
+        (outcome,) = engine.run([{"x": torch.ones(1, 4)}])
+    assert isinstance(outcome, dict)
+    answer = torch.as_tensor(outcome["y"]).tolist()
+    return log.read_text(), answer, engine.counts.compile_cache, dict(counters["inductor"])
 
 
 @pytest.mark.slow
 def test_later_starts_compile_nothing(tmp_path: Path) -> None:
     """A second start, of a copy of the folder at another path, loads every graph."""
     build.write(tmp_path / "model", "model.py", models.source(models.Compiled))
-    built, cold = _started(tmp_path / "model", tmp_path / "first")
+    built, answer, *cold = children.call(_start, tmp_path / "model", tmp_path / "first")
     assert built
     moved = Path(shutil.copytree(tmp_path / "model", tmp_path / "moved" / "model"))
-    built, warm = _started(moved, tmp_path / "again")
+    built, again, *warm = children.call(_start, moved, tmp_path / "again")
     assert not built
-    assert cold["cache"] == {"hit": 0, "miss": 1}
-    assert warm["cache"] == {"hit": 1, "miss": 0}
-    assert warm["y"] == cold["y"]
-    assert warm["fxgraph_cache_hit"] == cold["fxgraph_cache_miss"] > 0
-    assert not warm.keys() & {"fxgraph_cache_miss", "fxgraph_cache_bypass"}
+    assert [cold[0], warm[0]] == [{"hit": 0, "miss": 1}, {"hit": 1, "miss": 0}]
+    assert again == answer
+    assert warm[1]["fxgraph_cache_hit"] == cold[1]["fxgraph_cache_miss"] > 0
+    assert not warm[1].keys() & {"fxgraph_cache_miss", "fxgraph_cache_bypass"}

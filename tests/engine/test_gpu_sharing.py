@@ -13,45 +13,12 @@ import models
 import pytest
 import scenarios
 import torch
-from children import Child, Start
+from sharers import Sharer
 from torch import nn
 
 from torch_py_backend.engine import sharing, warmup
 from torch_py_backend.engine.sharing import SharedWeights
 from torch_py_backend.errors import ConfigError
-
-# A complete instance. For each line it prints the output for ones, or the code of the error; for
-# "double" it doubles its weights before.
-_INSTANCE = """
-import sys
-from pathlib import Path
-import build, numpy, torch
-from torch_py_backend.config.threads import Threads
-from torch_py_backend.engine import load, warmup
-from torch_py_backend.engine import sharing
-
-# Descriptors are sent to processes that torch has started only.
-torch.multiprocessing.set_sharing_strategy("file_system")
-sharing.requested = lambda config: True
-
-# Memory of the CPU moves when it is sent for the first time, unlike that of a GPU.
-named = sharing.named
-sharing.named = lambda module: {
-    name: weight.share_memory_() for name, weight in named(module).items()
-}
-outputs = (build.spec("y", dims=(3,)),)
-config = build.config(Path(sys.argv[1]), instance=sys.argv[2], outputs=outputs)
-engine = load.build(config, Threads(1, 1))
-warmup.run(engine)
-print("owns" if engine._shared.owns else "maps", flush=True)
-with torch.inference_mode():
-    for line in sys.stdin:
-        if line == "double\\n":
-            for weight in engine.loaded.weights:
-                weight.mul_(2)
-        (outcome,) = engine.run([{"x": numpy.ones((1, 4), numpy.float32)}])
-        print(outcome["y"].tolist() if isinstance(outcome, dict) else outcome.code, flush=True)
-"""
 
 Join: TypeAlias = "Callable[[nn.Module | None], SharedWeights]"
 
@@ -65,30 +32,32 @@ def model(tmp_path: Path) -> nn.Module:
     return affine
 
 
-def _begin(start: Start, folder: Path, names: str) -> list[Child]:
+def _begin(folder: Path, names: str) -> list[Sharer]:
     """Start instances together; return the owner of the weights first."""
-    children = [start(_INSTANCE, folder, name) for name in names]
-    roles = [child.hear() for child in children]
+    instances = [Sharer(folder, name) for name in names]
+    roles = [instance.pipe.recv() for instance in instances]
     assert sorted(roles) == ["maps"] * (len(names) - 1) + ["owns"]
-    return [children.pop(roles.index("owns")), *children]
+    return [instances.pop(roles.index("owns")), *instances]
 
 
-def test_instances_have_one_copy(model: nn.Module, start: Start, tmp_path: Path) -> None:
+def test_instances_have_one_copy(model: nn.Module, tmp_path: Path) -> None:
     """What the owner writes into the weights, the others read; without it they refuse requests.
 
     Triton loads a model again before it unloads it: that load has an owner of its own, while the
     instances of the first serve. An instance whose owner was killed before it came is one, too.
     """
     expected = model(torch.ones(1, 4))
-    first, (owner, sharer) = _begin(start, tmp_path, "ab"), _begin(start, tmp_path, "ab")
-    assert owner.ask() == sharer.ask() == str(expected.tolist())
+    first, (owner, sharer) = _begin(tmp_path, "ab"), _begin(tmp_path, "ab")
+    assert owner.ask() == sharer.ask() == expected.tolist()
     for instance in first:
         assert instance.end() == 0
-    assert owner.ask("double") == sharer.ask() == str((2 * expected).tolist())
-    owner.kill()
+    assert owner.ask("double") == sharer.ask() == (2 * expected).tolist()
+    owner.process.kill()
+    owner.process.join()
     assert [sharer.ask(), sharer.ask()] == ["UNAVAILABLE"] * 2
-    (third,) = _begin(start, tmp_path, "c")
-    assert third.ask() == str(expected.tolist())
+    (third,) = _begin(tmp_path, "c")
+    assert third.ask() == expected.tolist()
+    assert sharer.end() == third.end() == 0
 
 
 @pytest.fixture
@@ -101,7 +70,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def join(scratch: None, tmp_path: Path) -> Iterator[Join]:
-    """Instances in this process that share the weights of a module; the first one owns them."""
+    """Sharers in this process that share the weights of a module; the first one owns them."""
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     joined: list[SharedWeights] = []

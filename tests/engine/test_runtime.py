@@ -1,13 +1,14 @@
 """The runtime: switches of the process, the device, copies, and the context of calls."""
 
+import ctypes
 import dataclasses
 import os
-import subprocess
-import sys
+import resource
 from typing import Any
 from unittest import mock
 
 import build
+import children
 import engines
 import pytest
 import torch
@@ -63,36 +64,36 @@ def test_matmul_precision(value: str | None, expected: str) -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def _faults() -> int:
+    """Return the page faults of twenty batches after the first ones."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.prctl(41, 1, 0, 0, 0)  # no huge pages, one of which hides 511 faults
+    for name in [name for name in os.environ if "MALLOC" in name]:
+        del os.environ[name]
+    runtime.keep_freed_memory()
+
+    def batch() -> None:
+        parts = [libc.malloc(ctypes.c_size_t(_PART)) for _ in range(10)]
+        for part in parts:
+            ctypes.memset(part, 1, _PART)
+        for part in reversed(parts):  # the last one is beside memory that malloc can return
+            libc.free(ctypes.c_void_p(part))
+
+    for _ in range(5):
+        batch()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        batch()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+_PART = 4 << 20
+
+
 def test_freed_memory_is_kept() -> None:
     """Batches cause no page faults after the first ones."""
-    program = """
-import ctypes, resource
-from torch_py_backend.engine import runtime
-
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-libc.prctl(41, 1, 0, 0, 0)  # no huge pages, one of which hides 511 faults
-runtime.keep_freed_memory()
-size = 4 << 20
-
-def batch():
-    parts = [libc.malloc(ctypes.c_size_t(size)) for _ in range(10)]
-    for part in parts:
-        ctypes.memset(part, 1, size)
-    for part in reversed(parts):  # the last one first: it is beside memory that malloc can return
-        libc.free(ctypes.c_void_p(part))
-
-for _ in range(5):
-    batch()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    batch()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
-    faults = subprocess.check_output([sys.executable, "-c", program], env=environment)
-    pages = 10 * (4 << 20) // 4096  # of one batch
-    assert int(faults) < pages
+    assert children.call(_faults) < 10 * _PART // 4096  # the pages of one batch
 
 
 @pytest.fixture

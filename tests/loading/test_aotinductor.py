@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import build
+import children
 import pytest
 import torch
 
@@ -118,28 +118,17 @@ def test_sizes_outside_the_limits_of_the_export_are_refused() -> None:
             loaded.module(torch.zeros(shape))
 
 
-_LOADED_ALONE = """
-import sys
-from pathlib import Path
-sys.path[:0] = [sys.argv[1]]
-import torch
-import build
-from torch_py_backend.loading import aotinductor
-from torch_py_backend.loading.discovery import Artifact, ArtifactType
-
-processes = []
-sys.addaudithook(lambda event, args: event == "subprocess.Popen" and processes.append(args))
-config = build.config(inputs=(build.spec("x", dims=(1, 8, 8)),))
-artifact = Artifact(ArtifactType.AOTI, Path(sys.argv[2]))
-program = aotinductor.load(artifact, config, torch.device("cpu"))
-scores = program.module(torch.zeros(2, 1, 8, 8))
-print(scores.shape[-1], processes, [name for name in sys.modules if "torch._dynamo" in name])
-"""
+def _loaded_alone() -> tuple[torch.Size, bool, list[str]]:
+    """Return a result's shape, whether processes were started, and what is imported of dynamo."""
+    events: list[str] = []
+    sys.addaudithook(lambda event, _: events.append(event))
+    config = build.config(inputs=(build.spec("x", dims=(1, 8, 8)),))
+    program = aotinductor.load(Artifact(ArtifactType.AOTI, PACKAGE), config, CPU)
+    scores: Any = program.module(torch.zeros(2, 1, 8, 8))
+    compiler = [name for name in sys.modules if "torch._dynamo" in name]
+    return scores.shape, "subprocess.Popen" in events, compiler
 
 
 def test_package_starts_without_the_compiler() -> None:
     # Testing an instruction set by building a library took 2 to 10 s a load.
-    words = [sys.executable, "-c", _LOADED_ALONE, str(Path(__file__).parents[1]), str(PACKAGE)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "10 [] []"
+    assert children.call(_loaded_alone) == ((2, 10), False, [])

@@ -259,8 +259,8 @@ def _compile(path: Path, loaded: Loaded, calls: Sequence[_Call]) -> None:
     leaves = [leaf.clone() for leaf in leaves]
     for weight in loaded.weights:
         # A linear layer of three dimensions then becomes one product of matrices, not a batch of
-        # them: `should_fold` in ATen's LinearAlgebra.cpp.
-        weight.requires_grad = weight.is_floating_point()
+        # them: `should_fold` in ATen's LinearAlgebra.cpp. torch.export warns of such buffers.
+        weight.requires_grad = isinstance(weight, nn.Parameter) and weight.is_floating_point()
     kind = torch.export.graph_signature.InputKind
     try:
         with torch.no_grad():
