@@ -131,7 +131,7 @@ def test_asynchronous_calls_run_at_the_same_time() -> None:
     both = threading.Barrier(2, timeout=60)
 
     async def run() -> Any:
-        return await asyncio.gather(*(model("other").asynchronously(x=x) for x in (1, 2)))
+        return await asyncio.gather(*(asyncio.to_thread(model("other"), x=x) for x in (1, 2)))
 
     with stand_in({"other": lambda x: {"x": x, "place": both.wait()}}):
         assert [outputs["x"] for outputs in asyncio.run(run())] == [1, 2]

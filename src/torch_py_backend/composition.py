@@ -9,7 +9,6 @@ Without a server (in `check` or in a test), `stand_in` replaces models by functi
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -52,14 +51,6 @@ class Model:
         global calls  # noqa: PLW0603  one process is one instance of one model
         calls += 1
         return send(self, inputs)
-
-    async def asynchronously(self, /, **inputs: object) -> Results:
-        """Call the model from asyncio code; several calls can run at the same time.
-
-        Raises:
-            CallError: as for a synchronous call.
-        """
-        return await asyncio.to_thread(self, **inputs)
 
 
 model = Model

@@ -9,7 +9,6 @@ import pytest
 
 from torch_py_backend.config import dtypes, model_config
 from torch_py_backend.config.model_config import (
-    BatchOutput,
     ModelConfig,
     SequenceConfig,
     State,
@@ -106,7 +105,7 @@ def kept(initial: tuple[int, ...], file: str | None = None) -> tuple[State, ...]
             "batch_inputs",
             [f"{name} INT32 (BATCH_ELEMENT_COUNT of x)" for name in "nm"],
         ),
-        ({"batch_output": [_SCATTER]}, "batch_outputs", (BatchOutput("y", "x"),)),
+        ({"batch_output": [_SCATTER]}, "batch_outputs", {"y": "x"}),
         # schedulers are Triton's
         (batching(), "sequencing", SequenceConfig(1.0, (), (), True, 8)),
         (batching(direct={}), "sequencing.direct", True),

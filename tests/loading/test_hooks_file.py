@@ -7,7 +7,6 @@ import build
 import pytest
 
 from torch_py_backend.config import conflicts
-from torch_py_backend.config.model_config import BatchOutput
 from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, InputError
 from torch_py_backend.loading import discovery
 from torch_py_backend.loading import hooks as user_hooks
@@ -113,7 +112,7 @@ def test_hooks_that_are_refused(
     [
         ({"pad": {"x": {}}}, "PAD is set"),
         (
-            {"batch_outputs": (BatchOutput("y", "x"),)},
+            {"batch_outputs": {"y": "x"}},
             "config.pbtxt has batch_input or batch_output",
         ),
     ],

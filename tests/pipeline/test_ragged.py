@@ -13,7 +13,7 @@ from engines import check, engine, texts
 from torch import Tensor
 
 from torch_py_backend.config import dtypes
-from torch_py_backend.config.model_config import BatchInput, BatchOutput
+from torch_py_backend.config.model_config import BatchInput
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import ForwardError, OutputError
 from torch_py_backend.values import Item
@@ -33,7 +33,7 @@ def create_engine(forward: Callable[..., Any], **overrides: Any) -> Engine:
         "inputs": (ragged(),),
         "outputs": (build.spec("y", dims=(-1,)),),
         "batch_inputs": (batch_input(),),
-        "batch_outputs": (BatchOutput("y", "x"),),
+        "batch_outputs": {"y": "x"},
     }
     return engine(forward, **fields | overrides)
 

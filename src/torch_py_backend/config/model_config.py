@@ -70,13 +70,6 @@ class BatchInput(NamedTuple):
         return f"{self.name} {self.dtype.triton} ({self.kind} of {self.source})"
 
 
-class BatchOutput(NamedTuple):
-    """An output whose values are split among requests by the shapes of the input `source`."""
-
-    name: str
-    source: str
-
-
 class State(NamedTuple):
     """A tensor that a step of a sequence passes to the next step.
 
@@ -127,6 +120,7 @@ class ModelConfig:
         sequencing: the sequence settings; None: requests are independent of each other.
         dynamic_batching: Triton forms batches from requests of different clients.
         response_cache: Triton, with a cache, answers a request with the inputs of an earlier one.
+        batch_outputs: outputs that are split among requests by the shapes of inputs, by name.
         arguments: the arguments of `initialize` that it was parsed from.
     """
 
@@ -148,7 +142,7 @@ class ModelConfig:
     dynamic_batching: bool = False
     response_cache: bool = False
     batch_inputs: tuple[BatchInput, ...] = ()
-    batch_outputs: tuple[BatchOutput, ...] = ()
+    batch_outputs: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -172,10 +166,7 @@ class ModelConfig:
 
 
 def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
-    """Parse the arguments of Triton's `initialize`, with inputs and outputs if `complete`.
-
-    Raises ConfigError for what is not supported, contradictory or not accepted.
-    """
+    """Parse the arguments of Triton's `initialize`, with inputs and outputs if `complete`."""
     document = json.loads(args["model_config"])
     if document.get("cc_model_filenames"):
         raise ConfigError("cc_model_filenames is set", cure="Use default_model_filename instead.")
@@ -253,11 +244,11 @@ def _complete(config: ModelConfig, document: Document) -> ModelConfig:
             for entry in document.get("batch_input", ())
             for name in entry["target_name"]
         ),
-        batch_outputs=tuple(
-            BatchOutput(name, entry["source_input"][0])
+        batch_outputs={
+            name: entry["source_input"][0]
             for entry in document.get("batch_output", ())
             for name in entry["target_name"]
-        ),
+        },
     )
     conflicts.check(config)
     return config

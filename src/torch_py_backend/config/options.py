@@ -183,10 +183,7 @@ TABLE: dict[str, Field[Any]] = {
 
 
 def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
-    """Parse Triton's `parameters`; log a warning for each unknown key.
-
-    Raises ConfigError for a value that is not accepted, and for an option that was removed.
-    """
+    """Parse Triton's `parameters`; log a warning for unknown keys, refuse removed ones."""
     values: dict[str, Any] = {}
     for key, entry in parameters.items():
         if key in TABLE:

@@ -91,10 +91,7 @@ def text(folder: Path) -> str:
 
 
 def leaves_out_batch_size(folder: Path) -> bool:
-    """Return whether config.pbtxt has no max_batch_size above 0, as before auto-completion.
-
-    The file is not parsed: Triton's protobuf is not installed where a model is served.
-    """
+    """Return whether config.pbtxt has no max_batch_size above 0; read without Triton's protobuf."""
     content = text(folder)
     return bool(content) and not _BATCH_SIZE.search(content)
 

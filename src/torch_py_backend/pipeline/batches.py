@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import BackendError, ConfigError
 from torch_py_backend.pipeline.run import Counts, Entries, Extract, Fill
-from torch_py_backend.values import ANY_ROWS, Call, Columns, Item, Items, Rows, Value
+from torch_py_backend.values import ANY_ROWS, Call, Columns, Item, Items, Rows, Value, to_column
 
 
 def row_counts(
@@ -22,12 +22,9 @@ def row_counts(
     *,
     fixed: bool,
 ) -> Rows:
-    """Return how many rows calls have, of those that the artifact accepts.
+    """Return how many rows calls have; ConfigError if the artifact accepts none of the buckets.
 
     `fixed`: each row count is prepared separately, as with static shapes.
-
-    Raises:
-        ConfigError: the artifact accepts none of the buckets.
     """
     if not config.max_batch_size or config.concatenates:
         return ANY_ROWS
@@ -71,11 +68,10 @@ def grouped(
 
 def concatenate(values: Sequence[Any]) -> Value:
     """Concatenate values on dimension 0; a single one is passed on without a copy."""
-    first = values[0]
-    if isinstance(first, Tensor):
-        return first if len(values) == 1 else torch.cat(list(values))
-    array = first if len(values) == 1 else np.concatenate(values)
-    return array if array.dtype.hasobject else torch.from_numpy(array)
+    if len(values) == 1:
+        return to_column(values[0])
+    join = torch.cat if isinstance(values[0], Tensor) else np.concatenate
+    return to_column(join(list(values)))
 
 
 def filled(

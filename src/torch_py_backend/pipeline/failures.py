@@ -137,9 +137,9 @@ class Failures:
         error: BaseException,
         called: str | None = None,
     ) -> BackendError:
-        """Return the error of requests for an exception, and release its frames; never raise.
+        """Return the error of requests for an exception that the function `called` raised.
 
-        `called` is the model's function that raised it, if not the one that is served.
+        Its frames are released. It never raises.
         """
         found: BackendError
         try:
@@ -259,11 +259,7 @@ def free() -> None:
 
 
 def probe(device: torch.device) -> None:
-    """Synchronize with the GPUs that this process uses.
-
-    Raises:
-        RuntimeError: a GPU is unusable: after a sticky CUDA error every later call reports it.
-    """
+    """Synchronize with the GPUs that this process uses; RuntimeError if one is unusable."""
     if not torch.cuda.is_initialized():
         return
     for index in range(torch.cuda.device_count()):

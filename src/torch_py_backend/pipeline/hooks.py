@@ -52,14 +52,11 @@ ROWS = "rows"
 
 
 class HookedPipeline:
-    """The stages of a model with hooks.
+    """The stages of a model with hooks; BindingError if the config does not match a signature.
 
     Attributes:
         inputs: checks the inputs of requests.
         by_row: whether `prepare` prepares the rows of a request.
-
-    Raises:
-        BindingError: the config's inputs do not match the signature of the hooks or the module.
     """
 
     def __init__(
@@ -197,11 +194,7 @@ class HookedPipeline:
         return inputs.call(module, [named[name] for name in inputs.names])
 
     def split(self, result: Tree, rows: int) -> list[Value]:
-        """Split a batch's result into a column of results of rows.
-
-        Raises:
-            OutputError: a part of the result has another number of rows.
-        """
+        """Split a batch's result into a column of results of rows."""
         parts = [to_device(result, torch.device("cpu"))]
         if self._batched:
             parts = split(parts[0], rows)
@@ -248,9 +241,8 @@ class HookedPipeline:
 
     def _convert(self, name: str, part: Tree) -> Tree:
         """Convert a list or a number to the output's type without loss."""
-        if isinstance(part, np.generic):
-            part = part.item()
-        if name not in self._specs or not isinstance(part, list | tuple | int | float):
+        converts = isinstance(part, list | tuple | int | float | np.generic)
+        if name not in self._specs or not converts:
             return part
         spec = self._specs[name]
         if spec.dtype.torch is None:
@@ -269,11 +261,7 @@ class HookedPipeline:
         return tensor  # of another type, which the extractor refuses: torch makes 255 of -1
 
     def run_unchecked(self, module: Call, item: Item) -> Tree:
-        """Return the unchecked result of a request; with postprocess(), that of its first row.
-
-        Raises:
-            BackendError: a hook fails, or refuses the item.
-        """
+        """Return the unchecked result of a request; with postprocess(), that of its first row."""
         entries: Entries = [item]
         if self.by_row:
             entries = self.prepare(lambda _, function, *args: function(*args), entries)

@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 
 
 class Inputs:
-    """Checks and groups a model's items, and gathers them.
+    """Checks, groups and gathers items; BindingError if the config does not match the signature.
 
     Args:
         cast: the type that floating-point inputs are converted to, unless CAST_INPUTS names one.
@@ -65,9 +65,6 @@ class Inputs:
     Attributes:
         patterns: the sets of optional inputs that are left out at load: none of them, and all.
         binding: how a batch is passed whose items have all inputs.
-
-    Raises:
-        BindingError: the config's inputs do not match the signature.
     """
 
     def __init__(
@@ -302,10 +299,7 @@ def _for_rows(argument: Argument) -> Argument:
     """Return how a list of the arguments of each row is made, for calls with one row each."""
 
     def convert_rows(column: Value) -> list[Any]:
-        if isinstance(column, Tensor):
-            rows: list[Any] = list(column.unbind())
-        else:
-            rows = [column[row, ...] for row in range(len(column))]
+        rows: list[Any] = [column[row, ...] for row in range(len(column))]
         return rows if argument.convert is None else list(map(argument.convert, rows))
 
     return Argument(convert_rows, convert_rows if argument.scalar else argument.check)

@@ -39,12 +39,11 @@ def extractor(
     *,
     torchscript: bool = False,
 ) -> Extract:
-    """Return the function that extracts the config's outputs from results for a number of rows.
+    """Return the function that extracts the config's outputs from results of the function `of`.
 
     It raises BindingError if the first result does not have the outputs, and OutputError if a
-    result contradicts the config, or its structure differs from that of the first. `of` is the name
-    of the function that returns the results, for messages. Shapes of TorchScript are served as
-    Triton's LibTorch backend does.
+    result contradicts the config, or its structure differs from that of the first. Shapes of
+    TorchScript are served as Triton's LibTorch backend does.
     """
     names = tuple(spec.name for spec in config.outputs)
     verify = [Output(config, spec, any_shape=torchscript).verify for spec in config.outputs]
@@ -128,7 +127,7 @@ class Output:
     ) -> None:
         self._name = spec.name
         # A batch output is verified in one dimension, and split later.
-        self._flat = any(output.name == spec.name for output in config.batch_outputs)
+        self._flat = spec.name in config.batch_outputs
         self._batched = config.max_batch_size > 0 and not self._flat
         self._sizes = (-1,) if self._flat else spec.dims
         self._dims = (-1, *spec.dims) if self._batched else self._sizes
@@ -142,11 +141,7 @@ class Output:
         self._casts = converts and self._dtype is not None and self._dtype.is_floating_point
 
     def verify(self, part: object, rows: int) -> Value:
-        """Return a part of a result, for a number of rows, converted where nothing is lost.
-
-        Raises:
-            OutputError: the part contradicts the config.
-        """
+        """Return a part of a result, converted where nothing is lost; else raise OutputError."""
         dims = (rows, *self._sizes) if self._batched else self._sizes
         if (  # most outputs need nothing else
             type(part) is Tensor
@@ -241,13 +236,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def to_value(name: str, part: object) -> Value:
-    """Convert a part of a result to a tensor, or strings to an array of objects.
+    """Convert a part of a result to a tensor, or strings to an array of objects, as Triton's are.
 
-    Triton's utilities refuse other types of strings.
-
-    Raises:
-        OutputError: the part is neither numbers nor strings.
-        UnicodeEncodeError: a string would fail the responses of the whole batch.
+    OutputError if it is neither, UnicodeEncodeError if it would fail the whole batch's responses.
     """
     if isinstance(part, Tensor):
         kind = type(part)

@@ -63,10 +63,7 @@ class Pad:
         return tuple(length.bit_length() * len(lengths) // 2 for length in lengths)
 
     def gather(self, items: Sequence[Value]) -> Value:
-        """Pad and concatenate the items' values.
-
-        Those of a single one of the target shape are not copied.
-        """
+        """Pad and concatenate the items' values; a single one of the target shape is not copied."""
         has_tensors = any(isinstance(value, Tensor) for value in items)
         columns: Sequence[Any] = list(map(to_column, items)) if has_tensors else items
         target = self.padded_shape([value.shape for value in columns])
@@ -93,14 +90,11 @@ class Pad:
 
 
 class Padding:
-    """The padding of a model's inputs, as configured by PAD.
+    """The padding of inputs by PAD; ConfigError if that does not match the inputs and outputs.
 
     Attributes:
         pads: the padding by input, masks included.
         masks: the input of each mask, and the type of the mask.
-
-    Raises:
-        ConfigError: PAD does not match the inputs and outputs.
     """
 
     def __init__(self, config: ModelConfig) -> None:

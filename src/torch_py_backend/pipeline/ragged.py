@@ -28,7 +28,7 @@ def splitter(config: ModelConfig) -> Split:
     Element counts are for a whole request, item shapes for one row. It raises OutputError if the
     number of values of a batch output contradicts the shapes of its source.
     """
-    sources = {output.name: output.source for output in config.batch_outputs}
+    sources = config.batch_outputs
     rows = (-1,) if config.max_batch_size else ()
 
     def split(items: Items, outputs: Columns) -> list[Value | list[Value]]:

@@ -131,12 +131,11 @@ class Stages(NamedTuple):
     after: tuple[After, ...]
 
 
-# Runs one group; with `copies`, the model may be called again before the results are sent.
-Attempt: TypeAlias = "Callable[[Group, bool], Results]"
+def attempt(stages: Stages, counts: Counts) -> Callable[[Group, bool], Results]:
+    """Return the function that runs a group as one batch; it raises whatever the model raises.
 
-
-def attempt(stages: Stages, counts: Counts) -> Attempt:
-    """Return the function that runs a group as one batch; it raises whatever the model raises."""
+    It copies the outputs if the model may be called again before the results are sent.
+    """
     # Locals: each attribute that a call looks up costs time.
     send, extract, fill, copy = stages.send, stages.extract, stages.fill, stages.copy
     fetch, scatter = stages.fetch, stages.scatter

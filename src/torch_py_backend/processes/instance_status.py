@@ -139,12 +139,7 @@ def files(status_folder: Path) -> list[Path]:
 
 
 class Reader:
-    """Reads the file of one instance.
-
-    Raises:
-        OSError: the instance has ended and removed its file.
-        ValueError: the file is damaged.
-    """
+    """Reads the file of one instance; OSError if it has ended, ValueError if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -55,10 +55,7 @@ def tree_risk(folder: Path) -> str:
 
 
 def shared_folder() -> Path:
-    """Create this user's folder in the temporary folder, which all of its processes share.
-
-    Raises PlatformError if other users can write to it.
-    """
+    """Create this user's folder for temporary files; PlatformError if others can write to it."""
     folder = Path(tempfile.gettempdir(), f"torch-py-backend-{os.geteuid()}")
     reason = create(folder) or ("it is a link" if folder.is_symlink() else "")
     if reason:

@@ -64,9 +64,7 @@ def bind_inputs(
 
     Optional inputs that are `left_out` are missing in this batch. If no name matches, and they are
     `ordered`, they are bound in their order, but for `sequence_inputs`: states and controls.
-
-    Raises:
-        BindingError: a name matches no leaf, or a leaf has no input or two.
+    BindingError if a name matches no leaf, or a leaf has no input or two.
     """
     places = _places(names, signature, sequence_inputs, ordered=ordered)
     if len(set(places.values())) < len(names):

@@ -135,10 +135,10 @@ def _argument_type(kinds: Sequence[object]) -> ArgumentType:
 def from_tree(
     spec: pytree.TreeSpec, constants: Mapping[int, object], names: Sequence[str] = ()
 ) -> Signature:
-    """Return the signature of an exported program.
+    """Return the signature of an exported program with the tree `spec` of (args, kwargs).
 
-    `spec` is the tree of (args, kwargs), in which the constants, by the number of their leaf, are
-    no tensors and are passed; `names` are those of positional arguments, if known.
+    Its constants, by the number of their leaf, are no tensors and are passed; `names` are those of
+    positional arguments, if known.
     """
     numbers = range(spec.num_leaves)
     args, kwargs = pytree.tree_unflatten(list(numbers), spec)

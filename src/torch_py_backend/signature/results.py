@@ -30,10 +30,8 @@ def bind_outputs(
 ) -> OutputBinding:
     """Bind output names to the leaves of results of the function `of`, as those of this result.
 
-    It is a tensor or a list of strings, in any nesting of containers and dataclasses.
-
-    Raises:
-        BindingError: a name matches no leaf, or there are more names than leaves.
+    It is a tensor or a list of strings, in any nesting of containers and dataclasses. BindingError
+    if a name matches no leaf, or there are more names than leaves.
     """
     leaves = list(_leaves(result))
     aliases = {name: number for number, (name, _) in enumerate(leaves) if name}
