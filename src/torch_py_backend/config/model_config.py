@@ -219,7 +219,6 @@ def _spec(role: str, entry: Document) -> TensorSpec:
 
 
 def _complete(config: ModelConfig, document: Document) -> ModelConfig:
-    """Return the config with inputs and outputs."""
     inputs = specs("input", document)
     outputs = specs("output", document)
     if not (inputs and outputs):

@@ -206,10 +206,7 @@ class Failures:
 
 
 def version(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's address and version; a hash of its values where torch counts no versions.
-
-    Inference tensors (buffers that `forward()` creates in inference mode) have no version.
-    """
+    """Return a tensor's address and version; an inference tensor has a hash of its values."""
     is_strided = tensor.layout is torch.strided  # a sparse tensor has no address
     address = tensor.data_ptr() if is_strided else id(tensor)
     if not (tensor.is_inference() and is_strided):
@@ -233,10 +230,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def release(error: BaseException) -> None:
-    """Clear the frames of an exception, which hold a batch and intermediate results of forward().
-
-    A retry needs that memory.
-    """
+    """Clear the frames of an exception: a retry needs the memory of what forward() has computed."""
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None

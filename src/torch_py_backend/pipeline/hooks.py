@@ -189,7 +189,7 @@ class HookedPipeline:
         if not isinstance(prepared, Mapping):
             parts = prepared if isinstance(prepared, tuple) else (prepared,)
             return module(*map(move, parts))
-        named = {name: move(part) for name, part in _named(prepared).items()}
+        named = {str(name): move(part) for name, part in prepared.items()}
         inputs = self._bound(tuple(named))  # hooks may pass only what a client has sent
         return inputs.call(module, [named[name] for name in inputs.names])
 
@@ -294,21 +294,17 @@ def _gather_rows(items: Items) -> Gathered:
     return [batches.concatenate(columns)], list(map(len, columns))
 
 
-def _named(parts: Tree) -> Mapping[str, Tree]:
-    """Return arguments by name, or by number if they have no names."""
-    if isinstance(parts, Mapping):
-        return {str(name): part for name, part in parts.items()}
-    numbered = enumerate(parts if isinstance(parts, tuple) else (parts,))
-    return {f"INPUT__{number}": part for number, part in numbered}
-
-
 def _tensors(row: Tree) -> Mapping[str, Tensor]:
-    """Return the tensors of a row by name."""
+    """Return the tensors of a row by name, or by number if they have no names."""
     try:
+        named = row
+        if not isinstance(row, Mapping):
+            parts = row if isinstance(row, tuple) else (row,)
+            named = {f"INPUT__{number}": part for number, part in enumerate(parts)}
         return {
             # as_tensor() would move a tensor to torch's default device.
-            name: part if isinstance(part, Tensor) else torch.as_tensor(part)
-            for name, part in _named(row).items()
+            str(name): part if isinstance(part, Tensor) else torch.as_tensor(part)
+            for name, part in named.items()
         }
     except Exception as error:  # an object of the user may raise any class
         raise OutputError(

@@ -113,10 +113,7 @@ def finite_only(config: ModelConfig) -> Callable[[Result], Result]:
 
 
 class Output:
-    """One output, as the config describes it.
-
-    With `any_shape`, shapes that differ from the config's are served, as LibTorch's backend does.
-    """
+    """One output of the config; `any_shape` serves other shapes, as LibTorch's backend does."""
 
     def __init__(
         self,

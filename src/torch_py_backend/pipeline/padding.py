@@ -153,10 +153,7 @@ class Padding:
             self._cuts += [(output, axis, name, of_input) for axis, of_input in pairs]
 
     def fill(self, entry: Entry) -> Entry:
-        """Return an item with the masks that its request left out, or an error.
-
-        A mask of another size than its input is refused: a model does not notice what was padded.
-        """
+        """Return an item with the masks that it left out; refuse one not as long as its input."""
         for mask, (name, dtype) in self.masks.items():
             if isinstance(entry, BackendError):
                 break

@@ -87,10 +87,7 @@ class InstanceStatus:
         return time.monotonic() - status.since if status.state is InstanceState.BUSY else 0.0
 
     def poisoned(self, reason: str) -> None:
-        """Report that the instance cannot compute any more and must be replaced.
-
-        Its file stays as it is now, so that the model is reloaded.
-        """
+        """Report that the instance must be replaced; its file stays, so the model is reloaded."""
         self.report({"poisoned": reason})
         self._state[0] = _word(InstanceState.POISONED)
         self._path = None
@@ -125,10 +122,7 @@ def start(config: ModelConfig) -> InstanceStatus:
 
 
 def folder() -> Path | None:
-    """Return the status folder, in the temporary folder of the server that this process belongs to.
-
-    None: that server was not started by this package, and its folder is not removed.
-    """
+    """Return the status folder of this process's server; None: this package has not started it."""
     path = os.environ.get(VARIABLE)
     return Path(path) if path and Path(path).is_dir() else None
 
