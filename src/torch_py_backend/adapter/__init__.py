@@ -31,17 +31,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The batches of a trace (option PROFILE_DIR).
-PROFILED_BATCHES = 10
+PROFILED_BATCHES = 10  # of a trace (option PROFILE_DIR)
 
 
 class TritonPythonModel:
     """One instance of a model, in its own process.
 
     Attributes:
-        is_ready: returns whether requests can be answered; called by servers from 26.03 on. Models
-            with an AOTInductor package do not have it: calls of a package hold the GIL, and such a
-            server regards a model that does not answer within 5 seconds as not ready.
+        is_ready: returns whether requests can be answered, for servers from 26.03 on. Models with
+            an AOTInductor package do not have it: calls of a package hold the GIL, and a model that
+            does not answer within 5 seconds is not ready.
     """
 
     is_ready: Callable[[], bool]
@@ -131,8 +130,7 @@ class TritonPythonModel:
                     pass
         # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
-        # Not as the last step: a log message in transit while the load ends can hang Triton. The
-        # metrics that follow wait until it has arrived.
+        # Not as the last step: a log message in transit while the load ends can hang Triton.
         self._loaded = load.report(engine)
         log.info("instance %s serves %s.", settings.instance, json.dumps(self._loaded))
         # Closed after the objects that are created below, to publish their last counts.
@@ -156,8 +154,7 @@ class TritonPythonModel:
             if settings.options.profile_dir is not None:
                 self._profile(settings.options.profile_dir)
         self._publisher.start()
-        # torch and the model are hundreds of thousands of permanent objects. A collection of all of
-        # them would stop a request for tens of milliseconds.
+        # A collection of all that torch and the model have made would stop a request for 30 ms.
         gc.collect()
         gc.freeze()
 

@@ -24,11 +24,7 @@ CHECK_CANCELLED_S = 100 * 1e-4
 
 
 class Answering:
-    """Answers the requests of one instance.
-
-    Attributes:
-        sequences: the states of its sequences; None: it keeps none.
-    """
+    """Answers the requests of one instance; `sequences` are the states that it keeps, or None."""
 
     def __init__(self, engine: Engine) -> None:
         config = engine.config

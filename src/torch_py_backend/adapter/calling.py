@@ -17,11 +17,7 @@ from torch_py_backend.values import Value, to_column
 
 
 def send(own: str, called: Model, inputs: Inputs) -> Results:
-    """Send a call of the model `own` to another one; return the outputs by name.
-
-    Raises:
-        CallError: the model does not exist, refuses the inputs, or fails.
-    """
+    """Send a call of the model `own` to another one; return the outputs by name."""
     if called.name == own:
         raise CallError(
             own,

@@ -20,8 +20,7 @@ from torch_py_backend.errors import BackendError, join_names
 log = logging.getLogger(__name__)
 
 _SERVER = os.getppid()
-# A longer text is cut: an exception's message may contain megabytes of a client's text, and Triton
-# passes log messages through shared memory.
+# A longer text is cut: Triton passes log messages, which may have a client's, in shared memory.
 _MOST_CHARACTERS = 1 << 17
 
 

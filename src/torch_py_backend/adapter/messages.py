@@ -28,7 +28,7 @@ _MAX_ID_LENGTH = 64
 Request: TypeAlias = Any
 Requests: TypeAlias = "Sequence[Request]"
 Response: TypeAlias = Any
-# Returns the item of a request; raises what Triton's utilities raise.
+# Returns the item of a request, or raises.
 _Read: TypeAlias = "Callable[[Request], Item]"
 # Returns the item of each request, or why it is refused.
 Read: TypeAlias = "Callable[[Requests], Entries]"
@@ -160,10 +160,7 @@ def write(result: Any, model: str) -> Response:
 
 
 def writer(names: Sequence[str]) -> Scatter:
-    """Return a function that makes responses of a batch's outputs in as few calls as possible.
-
-    It takes the place of `scatter`. If Triton refuses an output, it returns outputs by name.
-    """
+    """Return a `scatter` that makes responses in few calls, or outputs where Triton refuses one."""
     response = pb_utils.InferenceResponse
 
     def write_batch(

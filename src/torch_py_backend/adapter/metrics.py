@@ -54,8 +54,7 @@ class Family(NamedTuple):
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of its labels."""
-        # Without `model_instance`, all instances of a model add to one series. The label `instance`
-        # is reserved by Prometheus.
+        # Counters of all instances of a model add to one series. Prometheus reserves `instance`.
         instance = () if self.grows else ("model_instance",)
         return ("model", "version", *instance, *([self.label] if self.label else []))
 
@@ -126,15 +125,10 @@ TABLE: tuple[Family, ...] = (
 
 
 class Publisher:
-    """Publishes an instance's counters and gauges until it is closed, or Triton refuses one.
+    """Publishes an instance's counters and gauges until it is closed, or Triton refuses one."""
 
-    Attributes:
-        streams: its live streams.
-        sequences: its sequences with states.
-    """
-
-    streams: Sized = ()
-    sequences: Sized = ()
+    streams: Sized = ()  # those that are live
+    sequences: Sized = ()  # those with states
 
     def __init__(self, engine: Engine, status: InstanceStatus) -> None:
         self.engine: Engine = engine

@@ -28,23 +28,18 @@ from torch_py_backend.pipeline.failures import reported
 from torch_py_backend.pipeline.run import OK, Entry
 from torch_py_backend.processes.instance_status import InstanceStatus
 
-# The interval of queries whether clients have gone.
-_POLL_S = 0.1
+_POLL_S = 0.1  # between queries whether clients have gone
 
 
 class Streaming:
-    """Answers the requests of one instance in a thread, which calls the model and counts.
-
-    Attributes:
-        live: the tasks of the live streams, by their clients.
-    """
+    """Answers the requests of one instance in a thread, which calls the model and counts."""
 
     def __init__(self, engine: Engine, status: InstanceStatus) -> None:
         self._engine = engine
         self._read = messages.reader(engine)
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
         self._streams = Streams(engine)
-        self.live: dict[_Client, Any] = {}
+        self.live: dict[_Client, Any] = {}  # the tasks of the live streams
         selector = _Selector()
         selector.status = status
         self._loop = asyncio.SelectorEventLoop(selector)

@@ -44,7 +44,7 @@ _CURE = (
     "Remove aoti from OPTIMIZE to serve the module eagerly, or set"
     ' TORCH_COMPILE_OPTIONAL_PARAMETERS to "{}", which can compile a part of it.'
 )
-# The suffix of the file with the constants that no weight of the module is.
+# Of the file with the constants that no weight of the module is.
 _KEPT = ".safetensors"
 _WITHOUT_WEIGHTS = {
     "aot_inductor.package_constants_in_so": False,
@@ -76,9 +76,7 @@ class _Leaves(nn.Module):
 class Packaged:
     """A package in the place of a module, which takes the calls that the package does not take.
 
-    Attributes:
-        refusal: why the package did not take a call; empty: it took all of them.
-        close: removes temporary files.
+    `refusal` is why it did not take one, or empty; `close` removes temporary files.
     """
 
     def __init__(
@@ -139,11 +137,7 @@ def packaged(
     loaded: Loaded,
     device: torch.device,
 ) -> Loaded:
-    """Return the model with a package in the place of its module; build that if it is missing.
-
-    Raises:
-        LoadError: the module cannot be exported or compiled, or the package differs from it.
-    """
+    """Return the model with a package, which is built if it is missing, in its module's place."""
     path = compilation.cache_folder(config) / "aoti" / f"{_key(config, loaded, device)}.pt2"
     module = None
     if path.exists():
@@ -183,11 +177,7 @@ def _key(config: ModelConfig, loaded: Loaded, device: torch.device) -> str:
 
 
 def write(engine: Engine, path: Path) -> None:
-    """Export, compile and compare a model, and write its package. To be run in a child process.
-
-    Raises:
-        LoadError: the module cannot be exported or compiled, or the package differs from it.
-    """
+    """Export, compile and compare a model, and write its package; LoadError if it differs."""
     module = engine.loaded.module
     most = engine.config.max_batch_size
     calls: list[_Call] = []

@@ -35,11 +35,7 @@ def captures(config: ModelConfig) -> bool:
 
 
 class Compiled:
-    """A model that compiles a graph for new shapes until it is sealed.
-
-    Raises:
-        ConfigError: torch.compile does not accept the config's parameters.
-    """
+    """A model that compiles a graph for new shapes until it is sealed."""
 
     def __init__(
         self,
@@ -77,11 +73,7 @@ class Compiled:
         return self._eager(*args, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> Tree:
-        """Call the compiled model.
-
-        Raises:
-            LoadError: it cannot be compiled.
-        """
+        """Call the compiled model; LoadError if it cannot be compiled."""
         if self._marks_rows:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 # A batch of one row has a graph of its own, also if its dimension is marked.
@@ -102,8 +94,7 @@ class Compiled:
     def seal(self, counts: Counts) -> Call:
         """Compile no more graphs, and return the model: calls without one are eager, and counted.
 
-        A model with graph breaks continues eagerly where a graph is missing; "fail_on_recompile"
-        would run it again from its start, which changes inputs and buffers twice.
+        "fail_on_recompile" would run a model with graph breaks again from its start.
         """
         torch.compiler.set_stance("eager_on_recompile")
         self._counts = counts
@@ -122,16 +113,11 @@ class Compiled:
         return self._compiled(*args, **kwargs)
 
 
-# Inductor creates it for its first graph.
-_GRAPHS = "fxgraph"
-
-
 @contextlib.contextmanager
 def cached(config: ModelConfig) -> Iterator[None]:
     """Set inductor's cache to the model's folder for the code within, which compiles.
 
-    Later starts load from there what the first one has compiled. That runs code from the folder, so
-    no other user may be able to write to it. While it has no graphs, other instances wait.
+    Later starts load from there what the first one has compiled. While it is empty, others wait.
     """
     from torch._inductor import config as inductor  # noqa: PLC0415  slow to import
 
@@ -143,7 +129,7 @@ def cached(config: ModelConfig) -> Iterator[None]:
         stack.enter_context(private_files.turn(config.name))
         folder = cache_folder(config)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-        if (folder / _GRAPHS).exists():
+        if (folder / "fxgraph").exists():  # inductor creates it for its first graph
             stack.close()
         yield
 
@@ -151,7 +137,7 @@ def cached(config: ModelConfig) -> Iterator[None]:
 def cache_folder(config: ModelConfig) -> Path:
     """Return the folder for compiled code: the configured one, or one of the user's cache.
 
-    Only this user may write to it. The one of the cache starts as a copy of the configured one.
+    Its code is run, so no other user may write to it. The second one starts as a copy of the first.
     """
     option = Path(config.options.compile_cache_dir or "compile_cache")
     configured = (config.folder / option.expanduser()).resolve()

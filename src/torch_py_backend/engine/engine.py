@@ -40,11 +40,7 @@ from torch_py_backend.values import Columns, Value
 
 
 class Engine:
-    """One loaded model, called from one thread.
-
-    Args:
-        device: its device; None: the model places itself.
-        shared: what shares its weights on a GPU; None: they are not shared there.
+    """One loaded model, called from one thread; it places itself without a `device`.
 
     Attributes:
         run: returns one outcome for each item, in order.
@@ -52,9 +48,9 @@ class Engine:
         inputs: checks, binds and groups items; with hooks for rows, those of a row.
         hooked: the stages of hooks; None: the model has none.
         extract: returns the outputs of a result for a number of rows.
-        finite: checks the outputs of a result; None: they are not checked.
+        finite: checks outputs; None: they are not checked.
         rows: how many rows a call takes.
-        device: the device of the inputs: given, or that of the model's first weight.
+        device: that of the inputs: given, or that of the model's first weight.
         host_inputs: whether Triton copies all inputs to host memory.
         padding: pads inputs and cuts outputs; None: PAD is not set.
         mapped: the weights that the instances share because they are in mapped files.
@@ -146,8 +142,7 @@ class Engine:
     def check_files(self) -> None:
         """Refuse all requests from now on if a file was written in place whose pages are in use.
 
-        A file that is replaced by renaming keeps its pages. Writing over it, as `cp` does, changes
-        the weights during a request. To be called often: it looks once a second.
+        A file that is replaced by renaming keeps them. To be called often: it looks once a second.
         """
         if time.monotonic() < self._looks_at:
             return

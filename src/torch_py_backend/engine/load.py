@@ -20,11 +20,7 @@ from torch_py_backend.signature import binding
 
 
 def build(config: ModelConfig, threads: Threads) -> Engine:
-    """Load the model of a config and return its engine.
-
-    Raises:
-        LoadError: the model cannot be served.
-    """
+    """Load the model of a config and return its engine; LoadError if it cannot be served."""
     runtime.set_switches(config.options, threads)
     device = runtime.placement(config)
     artifact = discovery.find(config)

@@ -22,9 +22,8 @@ _CONTAINERS = (MutableSequence, MutableMapping, MutableSet)
 class ModelState:
     """The state of a module before the warm-up.
 
-    Buffers are copied. Of the Python attributes of each module only a mark is kept: an attribute
-    that is assigned, a counter, a container that grows, and a tensor that is written are noticed.
-    What changes within another object, or within a container that keeps its length, is not.
+    Buffers are copied. Of the Python attributes of each module only a mark is kept: what changes
+    within another object than a tensor, or a container that keeps its length, is not noticed.
     """
 
     def __init__(self, owner: nn.Module | None) -> None:

@@ -43,11 +43,7 @@ def memory() -> list[tuple[int, int]]:
 
 
 def placement(config: ModelConfig) -> torch.device | None:
-    """Return the device of this instance and make it current; None for KIND_MODEL.
-
-    Raises:
-        PlatformError: the config's GPU is not visible to this process, or torch cannot use it.
-    """
+    """Return the device of this instance and make it current; None for KIND_MODEL."""
     if config.kind == "MODEL":
         return None
     if config.kind != "GPU":
@@ -71,10 +67,7 @@ def placement(config: ModelConfig) -> torch.device | None:
 
 
 def set_switches(options: Options, threads: Threads) -> None:
-    """Set PyTorch's process-wide switches: a process serves one instance of one model.
-
-    Call it once, in the thread that runs the model, before the model is loaded.
-    """
+    """Set PyTorch's switches of a process, in the thread that is going to run the model."""
     torch.set_num_threads(threads.intra_op)
     # torch allows this once per process, before any parallel work.
     if torch.get_num_interop_threads() != threads.inter_op:
@@ -93,10 +86,9 @@ def set_switches(options: Options, threads: Threads) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep the memory that a batch has freed, for the next one.
+    """Let malloc keep the memory that a batch has freed: page faults of the next one take time.
 
-    By default it returns most of it to the kernel, and each batch pays for page faults. To be
-    called when the model is loaded: what the load has freed is returned.
+    To be called when the model is loaded: what the load has freed is returned to the kernel.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return  # the user has set it
@@ -108,8 +100,5 @@ def keep_freed_memory() -> None:
 
 
 def mode(options: Options) -> AbstractContextManager[object]:
-    """Return the context of a thread that calls the model, warm-up included.
-
-    Tensors made in inference mode have other dispatch keys, for which torch.compile recompiles.
-    """
+    """Return the context of all calls of the model: another one would be compiled for again."""
     return torch.inference_mode() if options.inference_mode else torch.no_grad()

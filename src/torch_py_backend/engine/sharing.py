@@ -28,11 +28,7 @@ from torch_py_backend.processes import private_files, procfs
 
 
 def mapped(config: ModelConfig, loaded: Loaded) -> Mapped:
-    """Return which weights of a model's state_dict are in mapped files.
-
-    Raises:
-        ConfigError: ENABLE_WEIGHT_SHARING is true, and some weights are not shared.
-    """
+    """Return which weights are in mapped files; ConfigError if some are not, and have to be."""
     owner = loaded.owner
     weights = measure([] if owner is None else owner.state_dict(keep_vars=True).values())
     is_copied = loaded.kind is ArtifactType.AOTI or config.options.freezes
@@ -66,9 +62,6 @@ class SharedWeights:
 
     Attributes:
         owns: whether this instance owns the weights, and so must load them onto the device.
-
-    Raises:
-        PlatformError: the temporary folder cannot be used.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -92,11 +85,7 @@ class SharedWeights:
                 self.owns = False
 
     def share(self, module: nn.Module | None) -> None:
-        """Share the weights of a module from now on; those of a sharer may still be on the CPU.
-
-        Raises:
-            ConfigError: the module has none, or their memory cannot be shared.
-        """
+        """Share the weights of a module from now on; those of a sharer may still be on the CPU."""
         if module is None:
             raise not_shared_error("the model exposes none")
         if not self.owns:
@@ -133,11 +122,8 @@ class SharedWeights:
                 self._listener.close()
 
     def _serve(self, listener: Listener, offered: Mapping[str, Tensor]) -> None:
-        """Send the weights to each other instance of this load, as long as this process lives.
-
-        Names of instances that were served belong to a later load, which gets an owner of its own.
-        """
-        served = {self._instance}
+        """Send the weights to each other instance of this load, as long as this process lives."""
+        served = {self._instance}  # the next ones of these names belong to a later load
         with contextlib.suppress(OSError):  # the offer is withdrawn
             while True:
                 sharer = listener.accept()

@@ -182,10 +182,7 @@ class Streams:
 
 
 def trial(engine: Engine) -> Run:
-    """Return a function that runs the first three responses of each item's stream.
-
-    Its outcomes are the errors of the streams, or empty.
-    """
+    """Return what runs three responses of each item's stream, and returns its error or {}."""
 
     async def run(items: Entries) -> Results:
         streams = Streams(engine)

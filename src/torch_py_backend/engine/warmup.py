@@ -45,11 +45,7 @@ def run(
     """Call the engine with a sample of every kind of batch; return what `ModelState` returns.
 
     `serving`: the model is served next; then a made-up sample that fails is a warning. `row_counts`
-    are the only ones that are going to be called; empty: any.
-
-    Raises:
-        LoadError: forward() failed, or its result contradicts the config; see also `check_rows`.
-        ConfigError: the model changes attributes, and other instances share its weights.
+    are the only ones that are going to be called; empty: any. LoadError if a call fails.
     """
     config = engine.config
     call = streams.trial(engine) if config.decoupled else engine.run
@@ -199,10 +195,7 @@ def check_rows(
     Triton forms batches of requests. Two rows, because the first one of a recurrent model, or
     behind a causal mask, does not depend on the others. Outputs of floating point are compared that
     are not random, and have the same sizes alone, unlike those that are padded to the longest row.
-
-    Raises:
-        ConfigError: rows depend on each other, and auto-completion has chosen the batch; else a
-            warning is logged.
+    If they differ, it is a warning, and a ConfigError where auto-completion has chosen the batch.
     """
     if rows < 2 or config.sequencing or config.decoupled or config.concatenates:  # noqa: PLR2004
         return

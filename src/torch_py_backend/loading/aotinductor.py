@@ -44,10 +44,7 @@ def load(
     config: ModelConfig,
     device: torch.device | None,
 ) -> Loaded:
-    """Load a package. It is called with its leaves, in the order of the package.
-
-    It raises InputError with torch's reason if the package does not accept an input.
-    """
+    """Load a package, which takes its leaves, or raises InputError with torch's reason."""
     path = artifact.path
     difference = mismatch(path, device)
     if difference:
@@ -107,7 +104,6 @@ def open_package(
         files.callback(shutil.rmtree, folder, ignore_errors=True)
         # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
         # library for each instruction set, to warn of what `mismatch` has compared, in 2 to 10 s.
-        # It passes the same name of the model, "not single-threaded", and one runner.
         before = os.environ.get("TMPDIR", tempfile.gettempdir())
         os.environ["TMPDIR"] = folder
         try:

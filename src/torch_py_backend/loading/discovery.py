@@ -67,9 +67,8 @@ class Artifact:
 
 
 HOOKS = "hooks.py"
-"""The name of the file of hooks in a version folder."""
+# Of weights files that are found by their stem.
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
-"""The suffixes of weights files that are found by their stem."""
 # Bases of classes that programs take and return, and of others that are no modules.
 _CONTAINERS = {b"NamedTuple", b"OrderedDict", b"dict", b"ModelOutput", b"Enum", b"IntEnum"}
 _CONTAINERS |= {b"object", b"ABC", b"Protocol", b"Function", b"Exception", b"ValueError"}
@@ -80,9 +79,8 @@ def find(config: ModelConfig) -> Artifact:
     """Return the artifact in the version folder.
 
     The order is: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt,
-    model.pt2. A state_dict belongs to the source file with the same stem, if there is one. If
-    model.py defines no module, and there is a complete model.pt or model.pt2, then this file is the
-    model; model.py is imported before it.
+    model.pt2. A state_dict belongs to the source file with the same stem, if there is one. A
+    model.py without a module comes after a complete model.pt or model.pt2, and is imported.
     """
     folder, name = config.version_folder, config.options.weights or ""
     if ":" in (config.options.model_factory or ""):

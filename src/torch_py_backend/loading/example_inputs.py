@@ -23,10 +23,7 @@ _NO_EXAMPLE: Mapping[str, Value] = {}
 
 
 def find(config: ModelConfig, artifact: Artifact) -> Item | None:
-    """Return example inputs by name; None: there are none.
-
-    They are tensors in a file beside the model, or what a function in hooks.py or model.py returns.
-    """
+    """Return the example inputs of a file beside the model, or a function in its code, or None."""
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
         return weights.read(config, path)
@@ -50,15 +47,10 @@ def item(
     without: Collection[str] = (),
     example: Mapping[str, Value] = _NO_EXAMPLE,
 ) -> Item:
-    """Return one item.
+    """Return one item, `without` some inputs; its dimensions of -1 may be `shrunk` by a quarter.
 
-    Args:
-        config: the config of the model.
-        rows: the size of the batch dimension; None: the model has none.
-        shrunk: reduce dimensions of -1 by a quarter.
-        without: inputs to leave out.
-        example: valid values by name, with a batch dimension if the model has one; their rows are
-            repeated. States get the values of a first step, other inputs synthetic ones.
+    `rows` is the size of the batch dimension, if the model has one. Rows of the `example`, valid
+    values by name, are repeated. States get those of a first step, other inputs synthetic ones.
     """
     generator = torch.Generator().manual_seed(0)
     multiple = 1
@@ -76,10 +68,7 @@ def item(
 
 
 def requests(config: ModelConfig, item: Item) -> list[Item]:
-    """Return the requests that form an item: with batch_input or batch_output one for each row.
-
-    Such a model gets the number of rows of each request, and returns a row for each request.
-    """
+    """Return the requests that form an item: with batch_input or batch_output one for each row."""
     if not config.concatenates or not config.max_batch_size:
         return [item]
     requests: list[Item] = [{} for _ in next(iter(item.values()))]

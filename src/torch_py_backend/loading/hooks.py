@@ -1,8 +1,7 @@
 """Hooks: the class `Hooks` of hooks.py, whose methods make batches and read results.
 
-`preprocess` prepares a request's rows one by one and `collate` makes a batch of them, or
-`preprocess_batch` prepares a whole batch. `postprocess` reads the result of each row, or
-`postprocess_batch` that of the batch. Each method is optional.
+`preprocess` prepares rows one by one and `collate` makes a batch of them, or `preprocess_batch` a
+whole batch. `postprocess` reads the result of a row, or `postprocess_batch` that of a batch.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from torch_py_backend.values import Parameters, Tree
 
 log = logging.getLogger(__name__)
 
-# The name of the argument through which a hook receives the parameters of a request.
-ARGUMENT = "parameters"
+ARGUMENT = "parameters"  # through which a hook receives those of a request
 
 
 class Hook:

@@ -21,7 +21,6 @@ class Loaded:
     """A loaded model.
 
     Attributes:
-        artifact: the artifact that was loaded.
         module: the callable for inputs.
         signature: the inputs of `module`.
         owner: the module with its parameters and buffers; None: it has none, or they are hidden.

@@ -93,10 +93,7 @@ def load(
     config: ModelConfig,
     device: torch.device | None,
 ) -> Loaded:
-    """Load what a model.py defines, or what MODEL_FACTORY of a package returns.
-
-    A module is filled with the weights of its version folder and moved to its device.
-    """
+    """Load what a model.py defines, or MODEL_FACTORY returns, with its weights on its device."""
     served, is_filled = construct(config, artifact)
     owner = served if isinstance(served, nn.Module) else None
     if owner is not None:
@@ -192,10 +189,7 @@ def module_classes(
     *,
     imported: bool = False,
 ) -> dict[str, type]:
-    """Return the public classes of modules that a source file defines, or also imports, by name.
-
-    A class that has two names there is returned once.
-    """
+    """Return the public classes of modules that a file defines, or also imports, once by name."""
     return {
         value.__name__: value
         for name, value in inspect.getmembers(source, inspect.isclass)

@@ -21,8 +21,7 @@ _PROGRAMS = (ArtifactType.EXPORTED, _PACKAGE)
 _SOURCES = (ArtifactType.MODULE, ArtifactType.FACTORY)
 _CONVERT = "Convert the module instead."
 _FREEZING = 'Set TORCH_COMPILE_OPTIONAL_PARAMETERS to {"options": {"freezing": true}}.'
-# What types of artifacts do not use: an option, or one of its values, and what to do about it. An
-# option without advice has no effect.
+# What types of artifacts do not use: an option, or a value; what to do, or "" if it has no effect.
 _UNUSED = (
     ("MODEL_CLASS", (_SCRIPT, *_PROGRAMS), ""),
     ("MODEL_KWARGS", (_SCRIPT, *_PROGRAMS), ""),
@@ -38,11 +37,7 @@ _UNUSED = (
 
 
 def without_unused(config: ModelConfig, kind: ArtifactType) -> ModelConfig:
-    """Return the config without options that have no effect on an artifact type; log each.
-
-    Raises:
-        ConfigError: the type does not support an option.
-    """
+    """Return the config without options that have no effect on an artifact type; log each."""
     unused: dict[str, Any] = {}
     for name, kinds, cure in _UNUSED:
         key, _, value = name.partition(" ")

@@ -116,9 +116,8 @@ def build_uninitialized(
     """Return what `build` returns, without the random values of weights where that is safe.
 
     Drawing them takes seconds for each gigabyte, so the functions of `torch.nn.init` that draw do
-    nothing meanwhile. The module is built again, with its values, unless the entries of the file,
-    which `saved` returns, fill all of its tensors: another one may have been computed from values
-    that were not drawn. So it is after other random operations, which drew other values.
+    nothing meanwhile. The module is built again, with its values, after other random operations, or
+    if the file, which `saved` reads, does not fill all of its tensors: one may be computed of them.
     """
     random_state = torch.random.get_rng_state()
     # The second call raises an exception, too, or succeeds.
@@ -219,8 +218,7 @@ def storage_id(tensor: Tensor) -> int:
 def share(weights: Iterable[object], archive: Path) -> None:
     """Make weights, each of which is given once, views of the archive that they were read from.
 
-    They are found by their bytes, so that only equal values are shared. This supports any format
-    that keeps tensors as uncompressed members of a ZIP archive, as TorchScript and torch.export do.
+    They are found by their bytes among the uncompressed members: only equal values are shared.
     """
     by_storage = defaultdict(list)
     for weight in weights:
