@@ -25,6 +25,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
+# Inductor builds a library and starts a process to try what the processor says it has.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # In tests/live/: those that wait rather than compute.
 _COMMANDS = ("faults/", "test_serve")
 

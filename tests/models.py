@@ -241,7 +241,7 @@ class Tokens(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Whole numbers in, whole numbers out: exact in any layout and in bf16."""
+    """Whole numbers in, whole numbers out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -515,16 +515,15 @@ def tokens(pad: str, more: str = "") -> str:
     )
 
 
-def _convolution(**parameters: str) -> str:
-    return config({"x": [2, 4, 4]}, {"y": [3, 4, 4]}, parameters=parameters)
+def _whole(*shape: int) -> np.ndarray[Any, Any]:
+    """Numbers that are exact in any layout and in bf16."""
+    return np.arange(np.prod(shape)).reshape(shape).astype(np.float32) % 7
 
 
 def _convolved(rows: int) -> Call:
-    x = np.arange(rows * 32).reshape(rows, 2, 4, 4).astype(np.float32) % 7
+    x = _whole(rows, 2, 4, 4)
     return Call({"x": x}, {"y": eager(models.Convolution(), x=x)})
 
-
-_CONVOLVED = tuple(_convolved(rows) for rows in (1, 3, 8))
 
 _NO_COMPILER = '{"options": {"cpp.cxx": ["no-such-compiler"]}}'
 
@@ -532,18 +531,25 @@ RUNTIMES = (
     Scenario(
         "frozen_script",
         script(models.Convolution(), "net.pt"),
-        _convolution(OPTIMIZE="freeze,channels_last") + 'default_model_filename: "net.pt"\n',
-        _CONVOLVED,
+        config({"x": [2, 4, 4]}, {"y": [3, 4, 4]}, parameters={"OPTIMIZE": "freeze,channels_last"})
+        + 'default_model_filename: "net.pt"\n',
+        tuple(map(_convolved, (1, 3, 8))),
     ),
     Scenario(
         "frozen_graph",
-        both(python(models.Convolution), safe(models.Convolution().state_dict())),
-        _convolution(
-            OPTIMIZE="bf16,channels_last",
+        both(
+            python(models.build_affine),
+            safe({"weight": torch.ones(1, 4), "bias": torch.zeros(1)}),
+        ),
+        x_to_y(
+            1,
+            MODEL_FACTORY="build_affine",
+            MODEL_KWARGS='{"width": 4}',
+            OPTIMIZE="bf16",
             BATCH_BUCKETS="8",  # one graph
             TORCH_COMPILE_OPTIONAL_PARAMETERS='{"dynamic": false, "options": {"freezing": true}}',
         ),
-        _CONVOLVED,
+        tuple(Call({"x": _whole(n, 4)}, {"y": _whole(n, 4).sum(1, keepdims=True)}) for n in (1, 8)),
     ),
     Scenario(
         "buckets",

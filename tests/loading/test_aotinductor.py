@@ -12,7 +12,9 @@ import build
 import children
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
+from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import aotinductor, registry
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
@@ -116,6 +118,33 @@ def test_sizes_outside_the_limits_of_the_export_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=f"'pixels' does not fit .* {limit}"):
             loaded.module(torch.zeros(shape))
+
+
+class _Tree:
+    """A package for two rows and more, whose inputs and results are trees."""
+
+    def get_call_spec(self) -> list[str]:
+        inputs = pytree.tree_structure(((0, {"z": 0, "a": [0]}), {"scale": 0}))
+        return [pytree.treespec_dumps(inputs), ""]
+
+    def run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        x, z, a, scale = leaves
+        if len(x) < 2:
+            raise RuntimeError("input_handles[0]: dim value is too small at 0")
+        return [x, (z - a) * scale]
+
+
+def test_leaves_of_a_tree_are_in_the_order_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = pytree.tree_structure({"y": 0, "nested": [0]})
+    monkeypatch.setattr(aotinductor, "mismatch", lambda *_: "")
+    monkeypatch.setattr(aotinductor, "open_package", lambda *_: (_Tree(), results, None))
+    names = ("KWARGS[scale]", "ARGS[1][a][0]", "ARGS[0]", "ARGS[1][z]")
+    outputs = (build.spec("RESULT[nested][0]"), build.spec("y"))
+    config = build.config(inputs=tuple(map(build.spec, names)), outputs=outputs)
+    loaded = aotinductor.load(Artifact(ArtifactType.AOTI, PACKAGE), config, CPU)
+    scale, a, x, z = sent = torch.rand(4, 1, 4)
+    (outcome,) = Engine(config, loaded, CPU).run([dict(zip(names, sent, strict=True))])
+    torch.testing.assert_close(outcome, {"RESULT[nested][0]": (z - a) * scale, "y": x})
 
 
 def _loaded_alone() -> tuple[torch.Size, bool, list[str]]:
