@@ -95,36 +95,32 @@ def test_version_parameters_and_inputs_of_any_name_are_sent(served: dict[str, An
     assert [tensor.name() for tensor in requests[0].inputs()] == ["self", "ARGS[0]"]
 
 
+def refusing(_: InferenceRequest) -> InferenceResponse:
+    raise fake_triton.TritonModelException("is a decoupled model")
+
+
+_TEXT = "bad input in /srv/models/other/1/model.py\nTraceback"
+
+
 @pytest.mark.parametrize(
-    ("code", "expected"),
-    [(TritonError.INVALID_ARG, "INVALID_ARG"), (TritonError.NOT_FOUND, "INTERNAL")],
+    ("name", "answer", "code", "says"),
+    [
+        ("other", failing(_TEXT, TritonError.INVALID_ARG), "INVALID_ARG", "bad input in model.py."),
+        ("other", failing(_TEXT, TritonError.NOT_FOUND), "INTERNAL", "bad input in model.py."),
+        ("other", refusing, "INTERNAL", "is a decoupled model."),
+        ("absent", echo, "INTERNAL", "it answers: Failed for execute"),
+        ("caller", echo, "INTERNAL", "the model calls itself, which would deadlock"),
+    ],
 )
-def test_an_error_of_the_model_is_raised_without_paths(
-    code: int, expected: str, served: dict[str, Answer]
+def test_an_error_of_the_call_is_raised_without_paths(
+    name: str, answer: Answer, code: str, says: str, served: dict[str, Answer]
 ) -> None:
-    served["other"] = failing("bad input in /srv/models/other/1/model.py\nTraceback", code)
-    with pytest.raises(CallError) as error:
-        model("other")(x=torch.ones(1))
-    assert str(error.value) == "model 'other': it answers: bad input in model.py."
-    assert error.value.code == expected
-
-
-def test_errors_of_triton_itself_become_call_errors(served: dict[str, Answer]) -> None:
-    with pytest.raises(CallError, match="model 'absent': it answers: Failed for execute"):
-        model("absent")(x=torch.ones(1))
-
-    def raises(_: InferenceRequest) -> InferenceResponse:
-        raise fake_triton.TritonModelException("is a decoupled model")
-
-    served["other"] = raises
-    with pytest.raises(CallError, match="is a decoupled model"):
-        model("other")()
-
-
-def test_a_model_that_calls_itself_fails_at_once(served: dict[str, Answer]) -> None:
-    served["caller"] = echo
-    with pytest.raises(CallError, match="the model calls itself, which would deadlock"):
-        model("caller")(x=torch.ones(1))
+    served |= {"other": answer, "caller": echo}
+    with pytest.raises(CallError, match=f"model '{name}': .*{says}") as error:
+        model(name)(x=torch.ones(1))
+    assert error.value.code == code
+    assert "/srv" not in str(error.value)
+    assert "Traceback" not in str(error.value)
 
 
 def test_asynchronous_calls_run_at_the_same_time() -> None:

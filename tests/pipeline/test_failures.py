@@ -155,23 +155,23 @@ def test_every_retry_is_announced() -> None:
     assert begun == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("rows", [ANY_ROWS, Rows(2, 32)], ids=["any rows", "at least two"])
-def test_a_batch_that_does_not_fit_is_halved_until_its_parts_fit(rows: Rows) -> None:
-    model = Model(above(9))
-    sent = items([float(place) for place in range(32)])
-    assert check(sent, engine(model, rows).run(sent), OutOfMemoryError) == []
-    assert model.calls == [32, 16, 16, 8, 8, 8, 8]
-
-
-@pytest.mark.parametrize(("rows", "repeats"), [([10], None), ([2, 8], False)])
-def test_a_single_request_that_does_not_fit_is_not_run_again(
-    rows: list[int], repeats: bool | None
+@pytest.mark.parametrize(
+    ("sizes", "takes", "repeats", "failed", "calls"),
+    [
+        pytest.param([1] * 32, ANY_ROWS, None, [], [32, 16, 16, 8, 8, 8, 8], id="any rows"),
+        pytest.param([1] * 32, Rows(2, 32), None, [], [32, 16, 16, 8, 8, 8, 8], id="at least two"),
+        pytest.param([10], ANY_ROWS, None, [0], [10], id="a single request"),
+        pytest.param([2, 8], ANY_ROWS, False, [0, 1], [10], id="no retries"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_halved_until_its_parts_fit(
+    sizes: list[int], takes: Rows, repeats: bool | None, failed: list[int], calls: list[int]
 ) -> None:
-    model = Model(above(4))
-    sent = [item for count in rows for item in items([1.0], rows=count)]
-    outcomes = engine(model, retry_failed_batch=repeats).run(sent)
-    assert check(sent, outcomes, OutOfMemoryError) == list(range(len(rows)))
-    assert model.calls == [10]
+    model = Model(above(9))
+    sent = [item for place, rows in enumerate(sizes) for item in items([float(place)], rows)]
+    outcomes = engine(model, takes, retry_failed_batch=repeats).run(sent)
+    assert check(sent, outcomes, OutOfMemoryError) == failed
+    assert model.calls == calls
 
 
 @pytest.fixture
