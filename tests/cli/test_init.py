@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shlex
-import subprocess
 import zipfile
 from pathlib import Path
 
@@ -16,14 +15,14 @@ import pytest
 import safetensors.torch
 import scenarios
 import torch
-from command_line import refuse, run, tree
+from command_line import run, tree
 
-from torch_py_backend import autocomplete
 from torch_py_backend.config import pbtxt
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.processes import child_process
 
 _ODD = "größe 2.0 -x_y"
+_INPUT = "--input=x:FP32:4"
 
 
 @pytest.fixture(autouse=True)
@@ -32,47 +31,50 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "run", command_line.here)
 
 
-def _init(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Make a model folder."""
+def _init(folder: Path, *arguments: str) -> str:
+    """Make a model folder; return what is printed."""
     done = run("init", *arguments, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nOK      " in done.stdout
-    return done
+    return done.stdout
 
 
 def _artifacts(folder: Path) -> None:
     (folder / "script").mkdir()
     scenarios.script(models.Affine(), "script.pt")(folder / "script")
     scenarios.safe({"x": torch.rand(2, 4)}, "script/example_inputs.safetensors")(folder)
+    scenarios.script(models.Affine(), "bare.pt")(folder)
     (folder / "program.pt2").write_bytes(kinds._exported("one"))
-    source = models.source(models.Affine) + kinds._EXAMPLE_FUNCTION
-    (folder / "classes.py").write_text(source)
-    scenarios.safe(scenarios.affine().state_dict(), "classes.safetensors")(folder)
+    source = models.source(models.Affine)
+    scenarios.text(source + kinds._EXAMPLE_FUNCTION, "classes.py")(folder)
+    scenarios.text(models.source(models.Affine, models.Negate), "nets.py")(folder)
+    for name in ("classes", "nets"):
+        scenarios.safe(scenarios.affine().state_dict(), f"{name}.safetensors")(folder)
+
+
+_SOURCE_AND_WEIGHTS = {"model.py", "model.safetensors"}
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "files", "size"),
+    ("name", "arguments", "files", "size", "options"),
     [
-        (
-            "script",
-            ["script/script.pt"],
-            {"model.pt", "example_inputs.safetensors"},
-            8,
-        ),
-        (
-            "classifier.v1",
-            ["classes.py", "--name=classifier.v1"],
-            {"model.py", "model.safetensors"},
-            8,
-        ),
-        (_ODD, ["program.pt2", f"--name={_ODD}"], {"model.pt2"}, 64),
+        ("script", ["script/script.pt"], {"model.pt", "example_inputs.safetensors"}, 8, {}),
+        ("bare", ["bare.pt", _INPUT], {"model.pt"}, 8, {}),
+        (_ODD, ["program.pt2", f"--name={_ODD}"], {"model.pt2"}, 64, {}),
+        ("classes", ["classes.safetensors"], _SOURCE_AND_WEIGHTS, 8, {}),
+        ("a.v1", ["classes.py", "--name=a.v1"], _SOURCE_AND_WEIGHTS, 8, {}),
+        # the class of several whose keys the weights have
+        ("nets", ["nets.py", _INPUT], _SOURCE_AND_WEIGHTS, 8, {"MODEL_CLASS": "Affine"}),
     ],
-    ids=["torchscript", "module", "exported"],
 )
-def test_init_makes_a_model_folder(
-    name: str, arguments: list[str], files: set[str], size: int, tmp_path: Path
+def test_files_are_copied_under_the_names_that_are_served_and_the_config_is_complete(
+    name: str,
+    arguments: list[str],
+    files: set[str],
+    size: int,
+    options: dict[str, str],
+    tmp_path: Path,
 ) -> None:
-    """Files are copied under the names that are served; the config is complete."""
     _artifacts(tmp_path)
     _init(tmp_path, *arguments, "--repository=new/models")
     folder = tmp_path / "new" / "models" / name
@@ -82,19 +84,17 @@ def test_init_makes_a_model_folder(
     assert {path.name for path in (folder / "1").iterdir()} == files
     document = pbtxt.read(folder)
     assert document["backend"] == "pytorch_py"
-    assert not autocomplete.is_incomplete(document)
     assert document["max_batch_size"] == size
     assert "dynamic_batching" in document
     inputs = [(entry["name"], entry["data_type"], entry["dims"]) for entry in document["input"]]
     assert inputs == [("x", "TYPE_FP32", [4])]
     assert [entry["dims"] for entry in document["output"]] == [[3]]
-    assert document.get("parameters", {}) == {}
+    assert document.get("parameters", {}) == pbtxt.parameters(options)
     (report,) = json.loads(run("check", "--json", str(folder)).stdout)["models"]
     assert (report["model"], report.get("error"), report["warnings"]) == (name, None, [])
 
 
-def test_init_takes_the_source_beside_a_script(tmp_path: Path) -> None:
-    """A model.py without a module, which the model imports, is served with it; another is not."""
+def test_model_py_without_a_module_beside_a_script_is_served_with_it(tmp_path: Path) -> None:
     scenarios.script(models.Affine(), "net.pt")(tmp_path)
     scenarios.text("import registers\n" + kinds._EXAMPLE_FUNCTION)(tmp_path)
     (tmp_path / "registers").mkdir()
@@ -105,70 +105,33 @@ def test_init_takes_the_source_beside_a_script(tmp_path: Path) -> None:
     _init(tmp_path, "net.pt")
     assert {path.name for path in version.iterdir()} == taken | {"model.py", "registers"}
     assert (version / "registers" / "__init__.py").is_file()
-    scenarios.python(models.Negate)(tmp_path)
+    scenarios.python(models.Negate)(tmp_path)  # another model
     _init(tmp_path, "net.pt", "--force")
     assert {path.name for path in version.iterdir()} == taken
 
 
-_INPUT = "--input=x:FP32:4"
-
-
-def test_init_without_examples(tmp_path: Path) -> None:
-    """Inputs that are unknown, or that the model cannot take, are refused, and nothing is made."""
-    torch.jit.script(models.Affine()).save(tmp_path / "net.pt")
-    says = "does not define their shapes"
-    refuse(says, "init", "net.pt", cwd=tmp_path)
-    refuse("cannot be multiplied", "init", "net.pt", "--input=x:FP32:5", cwd=tmp_path)
-    assert not (tmp_path / "net").exists()
-    done = _init(tmp_path, "net.pt", _INPUT)
-    assert "\nnext: torch-py-backend serve .\nthen, with values: curl http" in done.stdout
-    document = pbtxt.read(tmp_path / "net")
-    assert document["max_batch_size"] == 8
-    assert [document[role][0]["dims"] for role in ("input", "output")] == [[4], [3]]
-
-
-def test_init_of_weights(tmp_path: Path) -> None:
-    """Weights require their class, and a class its weights."""
-    safetensors.torch.save_file(models.Affine().state_dict(), tmp_path / "net.safetensors")
-    text = "a state_dict beside net.py, which defines its class."
-    refuse(text, "init", "net.safetensors", _INPUT, cwd=tmp_path)
-    scenarios.text(models.source(models.Affine), "net.py")(tmp_path)
-    _init(tmp_path, "net.safetensors", _INPUT)
-    assert (tmp_path / "net" / "1" / "model.safetensors").is_file()
-    (tmp_path / "net.safetensors").unlink()
-    text = "there is no weights file beside model.py"
-    refuse(text, "init", "net.py", _INPUT, "--force", cwd=tmp_path)
-    torch.save(models.Affine().state_dict(), tmp_path / "net.pt")
-    refuse("--force (in Python", "init", "net.py", _INPUT, cwd=tmp_path)
-    _init(tmp_path, "net.py", _INPUT, "--force")
-    assert {path.name for path in tmp_path.iterdir()} == {"net", "net.pt", "net.py"}
-
-
-def test_init_serves_the_class_of_the_weights(tmp_path: Path) -> None:
-    scenarios.text(models.source(models.Affine, models.Negate), "nets.py")(tmp_path)
-    scenarios.safe(scenarios.affine().state_dict(), "nets.safetensors")(tmp_path)
-    _init(tmp_path, "nets.py", _INPUT)
-    parameters = pbtxt.read(tmp_path / "nets")["parameters"]
-    assert parameters["MODEL_CLASS"]["string_value"] == "Affine"
-    text = "do not fit the module"
-    refuse(text, "init", "nets.py", "--class=Negate", _INPUT, "--force", cwd=tmp_path)
-
-
-def test_init_prints_a_request(tmp_path: Path) -> None:
-    """An input of many values has a note in place of its data."""
+def test_a_request_to_paste_has_a_note_in_place_of_many_values(tmp_path: Path) -> None:
     source = "def forward(x, large, texts: list[str], flag):\n    return x\n"
     scenarios.text(source, "net.py")(tmp_path)
     inputs = ["x:FP32:2", "large:FP32:300", "texts:BYTES:1", "flag:BOOL:"]
-    command = _init(tmp_path, "net.py", *(f"--input={text}" for text in inputs)).stdout
-    curl, url, _, body = shlex.split(command.rpartition("then, with values: ")[2])
+    printed = _init(tmp_path, "net.py", *(f"--input={text}" for text in inputs))
+    before, _, command = printed.rpartition("then, with values: ")
+    assert before.endswith("\nnext: torch-py-backend serve .\n")
+    curl, url, _, body = shlex.split(command)
     assert (curl, url) == ("curl", "http://127.0.0.1:8000/v2/models/net/infer")
-    x, large, texts, flag = json.loads(body)["inputs"]
-    assert (x["name"], x["datatype"], x["shape"], len(x["data"])) == ("x", "FP32", [1, 2], 2)
-    assert (large["shape"], large["data"]) == ([1, 300], ["300 values"])
-    assert (texts["datatype"], texts["shape"], texts["data"]) == ("BYTES", [1, 1], ["text"])
-    assert (flag["datatype"], flag["shape"], flag["data"]) == ("BOOL", [1, 1], [True])
+    x, *others = json.loads(body)["inputs"]
+    numbers = x.pop("data")
+    assert x == {"name": "x", "datatype": "FP32", "shape": [1, 2]}
+    assert len(numbers) == 2
+    assert others == [
+        {"name": "large", "datatype": "FP32", "shape": [1, 300], "data": ["300 values"]},
+        {"name": "texts", "datatype": "BYTES", "shape": [1, 1], "data": ["text"]},
+        {"name": "flag", "datatype": "BOOL", "shape": [1, 1], "data": [True]},
+    ]
+    assert "then," not in _init(tmp_path, "net.py", "--name=half", "--input=x:FP16:2", *_THREE)
 
 
+_THREE = ("--input=large:FP32:1", "--input=texts:BYTES:1", "--input=flag:BOOL:1")
 _TAKES = """
 import torch
 
@@ -177,60 +140,33 @@ def forward(x, texts: list[str], scale: float = 1.0):
     assert texts == ["text"] * len(texts)
     return {"doubled": torch.cat([x, x], -1) * scale, "first": x[..., 0]}
 """
-_ONE_ROW = """
-def forward(x):
-    rows, columns = x.shape
-    return {"y": x.sum().reshape(1)}
-"""
+_ONE_ROW = "def forward(x):\n    rows, columns = x.shape\n    return {'y': x.sum().reshape(1)}\n"
 
 
 @pytest.mark.parametrize(
     ("source", "inputs", "rows", "outputs"),
     [
-        pytest.param(
-            _TAKES,
-            ["x:FP32:-1", "texts:BYTES:1", "scale:FP32:"],
-            8,
-            {"doubled": [-1], "first": [1]},
-            id="batched",
-        ),
-        pytest.param(_ONE_ROW, ["x:FP32:2x3"], 0, {"y": [1]}, id="without-a-batch"),
+        (_TAKES, "x:FP32:-1 texts:BYTES:1 scale:FP32:", 8, {"doubled": [-1], "first": [1]}),
+        (_ONE_ROW, "x:FP32:2x3", 0, {"y": [1]}),
     ],
 )
-def test_init_with_inputs(
-    tmp_path: Path, source: str, inputs: list[str], rows: int, outputs: dict[str, list[int]]
+def test_outputs_and_batch_size_for_listed_inputs_are_found_by_a_trial(
+    source: str, inputs: str, rows: int, outputs: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    """--input describes a request; outputs and batch size are found by a trial."""
     scenarios.text(source, "net.py")(tmp_path)
-    _init(tmp_path, "net.py", *(f"--input={text}" for text in inputs))
+    _init(tmp_path, "net.py", *(f"--input={text}" for text in inputs.split()))
     document = pbtxt.read(tmp_path / "net")
     assert document["max_batch_size"] == rows
     names = [entry["name"] for entry in document["input"]]
-    assert names == [text.split(":")[0] for text in inputs]
+    assert names == [text.split(":")[0] for text in inputs.split()]
     assert {entry["name"]: entry["dims"] for entry in document["output"]} == outputs
-
-
-def test_init_of_a_pretrained_folder(tmp_path: Path) -> None:
-    """A folder of save_pretrained loads and runs; a decoder's cache is not among its outputs."""
-    transformers = pytest.importorskip("transformers")
-    settings = transformers.GPT2Config(
-        vocab_size=100, n_embd=16, n_layer=1, n_head=2, n_positions=32, pad_token_id=0
-    )
-    transformers.GPT2LMHeadModel(settings).save_pretrained(tmp_path / "gpt2-v1.0")
-    assert "serve models\n" in _init(tmp_path, "gpt2-v1.0").stdout
-    document = pbtxt.read(tmp_path / "models" / "gpt2-v1.0")
-    factory = document["parameters"]["MODEL_FACTORY"]["string_value"]
-    assert factory == "transformers:GPT2LMHeadModel"
-    inputs = [(entry["name"], entry["dims"], entry["optional"]) for entry in document["input"]]
-    assert inputs[:2] == [("input_ids", [-1], False), ("attention_mask", [-1], True)]
-    outputs = [(entry["name"], entry["dims"]) for entry in document["output"]]
-    assert outputs == [("logits", [-1, 100])]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--tensors",)])
-def test_init_of_a_classifier_of_texts(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """With its tokenizer it takes texts, else tokens that are padded; it has the labels."""
+def test_classifier_takes_texts_with_its_tokenizer_or_padded_tokens_and_has_its_labels(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "film": 2}, "[UNK]")
@@ -243,7 +179,7 @@ def test_init_of_a_classifier_of_texts(flags: tuple[str, ...], tmp_path: Path) -
         intermediate_size=32, pad_token_id=0, id2label={0: "bad", 1: "so-so", 2: "good"},
     )  # fmt: skip
     transformers.BertForSequenceClassification(settings).save_pretrained(tmp_path / "net")
-    _init(tmp_path, "net", *flags)
+    assert "serve models\n" in _init(tmp_path, "net", *flags)
     folder = tmp_path / "models" / "net"
     document = pbtxt.read(folder)
     assert (folder / "labels.txt").read_text() == "bad\nso-so\ngood\n"
@@ -261,44 +197,48 @@ def test_caches_of_decoders(name: str) -> None:
     assert artifact_files.pretrained_kwargs(["input_ids", name]) == {"use_cache": False}
 
 
-def _archive(path: Path | io.BytesIO, files: dict[str, bytes], **model: str) -> None:
-    """Write an archive as torch-model-archiver does."""
+def _mar(files: dict[str, bytes], **model: str) -> bytes:
+    """An archive as torch-model-archiver writes it."""
     manifest = {"modelName": "net", "handler": "base_handler", "serializedFile": "net.pt"} | model
-    with zipfile.ZipFile(path, "w") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content)
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": manifest}))
+    return buffer.getvalue()
 
 
-def _weights(folder: Path) -> bytes:
-    torch.save(scenarios.affine().state_dict(), folder / "weights")
-    return (folder / "weights").read_bytes()
-
-
-def test_init_of_an_archive(tmp_path: Path) -> None:
-    """A class and its weights are served, in batches as large and as patient as in TorchServe."""
-    source = (models.source(models.Affine) + kinds._EXAMPLE_FUNCTION).encode()
-    settings = b"minWorkers: 2\nbatchSize: 4 # rows\nmaxBatchDelay: 50\n"
-    files = {"classes.py": source, "net.pt": _weights(tmp_path), "c.yaml": settings}
-    _archive(tmp_path / "net.mar", files, modelFile="classes.py", configFile="c.yaml")
+def test_archive_is_served_in_batches_as_large_and_as_patient_as_in_torchserve(
+    tmp_path: Path,
+) -> None:
+    source = models.source(models.Affine) + kinds._EXAMPLE_FUNCTION
+    torch.save(scenarios.affine().state_dict(), tmp_path / "weights")
+    files = {
+        "classes.py": source.encode(),
+        "net.pt": (tmp_path / "weights").read_bytes(),
+        "c.yaml": b"minWorkers: 2\nbatchSize: 4 # rows\nmaxBatchDelay: 50\n",
+    }
+    archive = _mar(files, modelFile="classes.py", configFile="c.yaml")
+    (tmp_path / "net.mar").write_bytes(archive)
     _init(tmp_path, "net.mar")
     document = pbtxt.read(tmp_path / "net")
     assert document["max_batch_size"] == 4
     assert document["dynamic_batching"]["max_queue_delay_microseconds"] == "50000"
     assert {path.name for path in (tmp_path / "net" / "1").iterdir()} == {"model.py", "model.pt"}
     # TorchScript needs the types of its inputs, as outside of an archive.
-    torch.jit.script(models.Affine()).save(tmp_path / "net.pt")
-    _archive(tmp_path / "script.mar", {"net.pt": (tmp_path / "net.pt").read_bytes()})
+    (tmp_path / "script.mar").write_bytes(_mar({"net.pt": _SCRIPT}))
     _init(tmp_path, "script.mar", _INPUT)
 
 
-def _mar(**model: str) -> bytes:
+def _script() -> bytes:
     buffer = io.BytesIO()
-    _archive(buffer, {"net.pt": b""}, **model)
+    torch.jit.save(torch.jit.script(models.Affine()), buffer)
     return buffer.getvalue()
 
 
+_SCRIPT = _script()
 _SOURCE = b"def forward(x):\n    return x\n"
+_NETS = models.source(models.Affine, models.Negate).encode()
 _WEIGHTS = safetensors.torch.save(models.Affine().state_dict())
 _BAD_NAMES = (
     "../evil", "/tmp/evil", "..", ".hidden", "[red]",
@@ -317,6 +257,16 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
         *(({}, [f"--name={name}"], f"the model's name is '{name}'") for name in _BAD_NAMES),
         ({"w.safetensors": _WEIGHTS}, [], "is weights without code"),
         ({"a [red] b.pt": b"PNG"}, ["--repository=new"], "a [red] b.pt is not a PyTorch file"),
+        # inputs that are unknown, or do not fit; classes and weights that do not
+        ({"net.pt": _SCRIPT}, [], "does not define their shapes"),
+        ({"net.pt": _SCRIPT}, ["--input=x:FP32:5"], "cannot be multiplied"),
+        ({"net.py": _NETS}, ["--class=Affine", _INPUT], "there is no weights file beside model.py"),
+        ({"net.py": _NETS}, [_INPUT], "model.py defines Affine, Negate"),
+        (
+            {"net.py": _NETS, "net.safetensors": _WEIGHTS},
+            ["--class=Negate", _INPUT],
+            "do not fit the module",
+        ),
         # what the config.json of a folder names is a class of transformers
         *(
             ({"net/config.json": b'{"architectures": %b}' % value}, [], _NO_CLASS)
@@ -328,22 +278,17 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
         ({"net/notes.txt": b""}, ["--force"], "replaces a model folder that has the version 1"),
         ({"net/config.pbtxt": b"", "net/2/model.py": b""}, ["--force"], "the version 1 alone"),
         # archives of TorchServe
-        ({"net.mar": _mar(handler="my_handler.py")}, [], "a handler of its own, my_handler.py"),
-        ({"net.mar": _mar(serializedFile="gone.pt")}, [], "gone.pt"),
+        ({"net.mar": _mar({"net.pt": b""}, handler="my.py")}, [], "a handler of its own, my.py"),
+        ({"net.mar": _mar({}, serializedFile="gone.pt")}, [], "gone.pt"),
         ({"net.mar": b"PK\3\4"}, [], "not an archive with a model file"),
     ],
 )
-def test_init_refuses(
+def test_refusal_is_one_line_and_nothing_is_made_or_replaced(
     tmp_path: Path, files: dict[str, bytes], arguments: list[str], says: str
 ) -> None:
-    """Bad options, files that are no models, names that are paths or lines, and taken folders.
-
-    The error is one line, and nothing is made or replaced.
-    """
     folder = tmp_path / "inside"
     folder.mkdir()
-    (folder / "net.py").write_bytes(_SOURCE)
-    for name, content in files.items():
+    for name, content in ({"net.py": _SOURCE} | files).items():
         path, _, target = (folder / name).as_posix().partition(" -> ")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         if target:
@@ -352,10 +297,10 @@ def test_init_refuses(
             Path(path).mkdir()
         else:
             Path(path).write_bytes(content)
-    model = [name for name in files if name.endswith((".pt", ".mar", ".safetensors", "net.py"))]
-    model += ["net"] if "net/config.json" in files else []
+    model = [name for name in files if name.endswith((".pt", ".mar", ".safetensors"))]
+    model += ["net"] if "net/config.json" in files else ["net.py"]
     before = tree(tmp_path)
-    done = run("init", *(model or ["net.py"]), *arguments, cwd=folder)
+    done = run("init", model[0], *arguments, cwd=folder)
     assert (done.returncode, says in done.stderr) == (1, True), done.stderr
     assert done.stderr.count("\n") == 1 + says.count("\n")
     assert tree(tmp_path) == before

@@ -110,23 +110,25 @@ def test_refused_caches(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("process")
-def test_a_model_of_the_hugging_face_hub_becomes_a_model_folder(
+def test_a_model_of_the_hugging_face_hub_becomes_a_model_folder_without_a_cache_of_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its inputs are tensors."""
     transformers = pytest.importorskip("transformers")
     huggingface_hub = pytest.importorskip("huggingface_hub")
-    settings = transformers.BertConfig(
-        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
+    settings = transformers.GPT2Config(vocab_size=9, n_embd=16, n_layer=1, n_head=2)
 
     def download(name: str, *, revision: str, local_dir: Path) -> None:
         assert (name, revision) == ("organization/net", "main")
-        transformers.BertModel(settings).save_pretrained(local_dir)
+        transformers.GPT2LMHeadModel(settings).save_pretrained(local_dir)
         (local_dir / ".cache" / "huggingface").mkdir(parents=True)
 
     fetch = create_autospec(huggingface_hub.snapshot_download, side_effect=download)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     monkeypatch.setattr(child_process, "run", command_line.here)
     repository = remote_repository.local("hf://organization/net@main", tmp_path, print)
-    assert pbtxt.read(repository / "net")["input"][0]["name"] == "input_ids"
+    document = pbtxt.read(repository / "net")
+    factory = document["parameters"]["MODEL_FACTORY"]["string_value"]
+    assert factory == "transformers:GPT2LMHeadModel"
+    inputs = [(entry["name"], entry["dims"], entry["optional"]) for entry in document["input"]]
+    assert inputs == [("input_ids", [-1], False), ("attention_mask", [-1], True)]
+    assert [(entry["name"], entry["dims"]) for entry in document["output"]] == [("logits", [-1, 9])]
