@@ -33,8 +33,8 @@ def test_complete_config_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> Non
 _HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
 
 
-def _describe(folder: Path, **document: Any) -> tuple[str, str, int]:
-    """Return the inputs, outputs and max_batch_size of a model, as `name type dims; ...`."""
+def _describe(folder: Path, **document: Any) -> str:
+    """Return the inputs, outputs and max_batch_size of a model."""
     arguments = build.arguments(**{"input": [], "output": [], "max_batch_size": 0} | document)
     described = schema.describe(arguments | {"model_repository": str(folder)})
     inputs, outputs = (
@@ -44,7 +44,7 @@ def _describe(folder: Path, **document: Any) -> tuple[str, str, int]:
         )
         for role in ("input", "output")
     )
-    return inputs, outputs, described["max_batch_size"]
+    return f"{inputs} → {outputs} ({described['max_batch_size']})"
 
 
 class _Typed(nn.Module):
@@ -58,16 +58,16 @@ _OUT = "sum FP32 {0}-1, 4]; OUTPUT__3 BOOL {0}1]; OUTPUT__4 BF16 {0}-1, 4]"
 
 
 @pytest.mark.parametrize(
-    ("document", "inputs", "outputs", "rows"),
+    ("document", "described"),
     [
-        ({}, "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]", _OUT.format("["), 64),
+        ({}, f"x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1] → {_OUT.format('[')} (64)"),
         # Without a batch dimension, if the inputs are listed.
-        ({"input": _LISTED}, "x FP32 [-1, -1, 4]", _OUT.format("[-1, "), 0),
+        ({"input": _LISTED}, f"x FP32 [-1, -1, 4] → {_OUT.format('[-1, ')} (0)"),
     ],
     ids=["batch", "listed"],
 )
 def test_exported_program_describes_itself_and_its_example_is_not_read(
-    document: dict[str, Any], inputs: str, outputs: str, rows: int, tmp_path: Path
+    document: dict[str, Any], described: str, tmp_path: Path
 ) -> None:
     args = torch.rand(3, 5, 4), torch.ones(3, 5, dtype=torch.int64)
     mask = torch.ones(3, 1, dtype=torch.bool)
@@ -76,7 +76,7 @@ def test_exported_program_describes_itself_and_its_example_is_not_read(
     program = torch.export.export(_Typed(), args, {"mask": mask}, dynamic_shapes=shapes)
     build.write(tmp_path, "example_inputs.safetensors", b"no such file")
     torch.export.save(program, tmp_path / "1" / "model.pt2")
-    assert _describe(tmp_path, **document) == (inputs, outputs, rows)
+    assert _describe(tmp_path, **document) == described
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
@@ -130,94 +130,72 @@ def test_ragged_decoupled_and_sequence_models_need_all_their_tensors(
         _describe(tmp_path, **written)
 
 
-_FUNCTION = (
-    _HEADER
-    + """
-def forward(x):
-    return {body}
+def _function(body: str, examples: str) -> str:
+    arguments = "x: list[str]" if "texts" in body else "x, t=None"
+    return (
+        f"{_HEADER}\ndef forward({arguments}):\n    return {body.replace('texts', 'x')}\n\n\n"
+        f"def example_inputs():\n    return {examples}\n"
+    )
 
 
-def example_inputs():
-    return {examples}
-"""
-)
+_FOUR = "torch.rand(2, 4)"
+_TWO = f"{_FOUR}, 't': torch.rand(4, 2)"
+_GRAD = "torch.rand(2, 4, requires_grad=True)"
+_TEXTS = "np.array([['a', 'b'], ['c', 'd']])"
 
 
 @pytest.mark.parametrize(
-    ("body", "examples", "described"),
+    ("body", "example", "described"),
     [
-        ("x * 2", "torch.rand(1, 4)", ("x FP32 [4]", "OUTPUT__0 FP32 [4]", 8)),
-        ("x.repeat(2, 1)", "torch.rand(2, 4)", ("x FP32 [2, 4]", "OUTPUT__0 FP32 [4, 4]", 0)),
-        (
-            "(x, x.mean(0))",
-            "torch.rand(2, 4)",
-            ("x FP32 [2, 4]", "OUTPUT__0 FP32 [2, 4]; OUTPUT__1 FP32 [4]", 0),
-        ),
-        (
-            "{'double': 2 * x, 'ids': x.argmax(1)}",
-            "torch.rand(2, 4, requires_grad=True)",
-            ("x FP32 [4]", "double FP32 [4]; ids INT64 [1]", 8),
-        ),
-        ("float(x.sum())", "torch.rand(2)", ("x FP32 [2]", "OUTPUT__0 FP32 [1]", 0)),
-        (
-            "x @ table",
-            "torch.rand(2, 4), 'table': torch.rand(4, 3)",
-            ("x FP32 [2, 4]; table FP32 [4, 3]", "OUTPUT__0 FP32 [2, 3]", 0),
-        ),
-        (
-            "torch.ones(len(texts) // 2)",
-            "np.array([['a', 'b'], ['c', 'd']])",
-            ("x STRING [2]", "OUTPUT__0 FP32 [1]", 8),
-        ),
+        ("x * 2", "torch.rand(1, 4)", "x FP32 [4] → OUTPUT__0 FP32 [4] (8)"),
+        ("x.repeat(2, 1)", _FOUR, "x FP32 [2, 4] → OUTPUT__0 FP32 [4, 4] (0)"),
+        ("x, x.mean(0)", _FOUR, "x FP32 [2, 4] → OUTPUT__0 FP32 [2, 4]; OUTPUT__1 FP32 [4] (0)"),
+        ("{'a': x, 'i': x.argmax(1)}", _GRAD, "x FP32 [4] → a FP32 [4]; i INT64 [1] (8)"),
+        ("float(x.sum())", "torch.rand(2)", "x FP32 [2] → OUTPUT__0 FP32 [1] (0)"),
+        ("x @ t", _TWO, "x FP32 [2, 4]; t FP32 [4, 2] → OUTPUT__0 FP32 [2, 2] (0)"),
+        ("torch.ones(len(texts) // 2)", _TEXTS, "x STRING [2] → OUTPUT__0 FP32 [1] (8)"),
     ],
 )
 def test_tensors_are_those_of_the_example_and_a_batch_grows_with_it(
-    body: str, examples: str, described: tuple[str, str, int], tmp_path: Path
+    body: str, example: str, described: str, tmp_path: Path
 ) -> None:
-    arguments = "(x: list[str])" if "texts" in body else "(x, table=None)"
-    source = _FUNCTION.replace("(x)", arguments).format(
-        body=body.replace("texts", "x"), examples=f"{{'x': {examples}}}"
-    )
-    build.write(tmp_path, "model.py", source)
+    build.write(tmp_path, "model.py", _function(body, f"{{'x': {example}}}"))
     assert _describe(tmp_path) == described
 
 
 def test_what_config_pbtxt_lists_is_kept(tmp_path: Path) -> None:
-    source = _FUNCTION.format(body="x[1:]", examples="{'x': torch.rand(2, 4)}")
-    build.write(tmp_path, "model.py", source)
-    assert _describe(tmp_path, output=_listed("z", 3)) == ("x FP32 [2, 4]", "z FP32 [3]", 0)
-    assert _describe(tmp_path, max_batch_size=16) == ("x FP32 [4]", "OUTPUT__0 FP32 [4]", 16)
+    build.write(tmp_path, "model.py", _function("x[1:]", f"{{'x': {_FOUR}}}"))
+    assert _describe(tmp_path, output=_listed("z", 3)) == "x FP32 [2, 4] → z FP32 [3] (0)"
+    assert _describe(tmp_path, max_batch_size=16) == "x FP32 [4] → OUTPUT__0 FP32 [4] (16)"
     # Without a batch dimension, as inputs are listed.
     described = _describe(tmp_path, input=_listed("x", -1, 4))
-    assert described == ("x FP32 [-1, 4]", "OUTPUT__0 FP32 [-1, 4]", 0)
+    assert described == "x FP32 [-1, 4] → OUTPUT__0 FP32 [-1, 4] (0)"
 
 
 def test_file_of_examples_comes_before_a_function(tmp_path: Path) -> None:
-    build.write(tmp_path, "model.py", _FUNCTION.format(body="x[:, :3]", examples="1 / 0"))
-    examples = {"x": torch.rand(2, 4)}
-    safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
-    assert _describe(tmp_path) == ("x FP32 [4]", "OUTPUT__0 FP32 [3]", 8)
+    build.write(tmp_path, "model.py", _function("x[:, :3]", "1 / 0"))
+    examples = safetensors.torch.save({"x": torch.rand(2, 4)})
+    build.write(tmp_path, "example_inputs.safetensors", examples)
+    assert _describe(tmp_path) == "x FP32 [4] → OUTPUT__0 FP32 [3] (8)"
 
 
 @pytest.mark.parametrize(
     ("examples", "message"),
     [
-        ("{'y': torch.rand(2, 4), 'z': torch.rand(2)}", "forward(x) has no z"),
-        ("{'x': torch.rand(2, 5)}", "forward() raised"),
+        ("{'x': torch.rand(2, 4), 'z': torch.rand(2)}", r"forward\(x, t=None\) has no z"),
+        ("{'x': torch.rand(2, 5)}", r"forward\(\) raised"),
         ("{'x': torch.rand(2, 4).cfloat()}", "input 'x' has data_type torch.complex64"),
-        ("3", "example_inputs() in model.py fails at TypeError: 'int' object"),
-        ("1 / 0", "example_inputs() in model.py fails at line 11: ZeroDivisionError"),
+        ("3", r"example_inputs\(\) in model.py fails at TypeError: 'int' object"),
+        ("1 / 0", r"example_inputs\(\) in model.py fails at line 11: ZeroDivisionError"),
         (None, "example_inputs.safetensors"),
     ],
 )
 def test_invalid_examples(tmp_path: Path, examples: str | None, message: str) -> None:
     if examples is None:
         build.write(tmp_path, "example_inputs.safetensors", b"<html>not found</html>")
-    source = _FUNCTION.format(body="x @ torch.rand(4, 3)", examples=examples)
-    build.write(tmp_path, "model.py", source)
-    with pytest.raises((LoadError, ForwardError)) as error:
+    build.write(tmp_path, "model.py", _function("x @ torch.rand(4, 3)", str(examples)))
+    with pytest.raises((LoadError, ForwardError), match=message):
         _describe(tmp_path)
-    assert message in str(error.value)
 
 
 _HOOKS = (
@@ -253,23 +231,23 @@ _EXAMPLE = "def example_inputs():\n    return dict.fromkeys(('{}', '{}'), torch.
                 "finished": "{'label': str(len(result))}",
             },
             {"input": _listed("texts", 1, kind="STRING"), "max_batch_size": 2},
-            ("texts STRING [1]", "label STRING [1]", 2),
+            "texts STRING [1] → label STRING [1] (2)",
         ),
         (
             {"hook": "preprocess(self, x, m)", "example": _EXAMPLE.format("x", "m")},
             {},
-            ("x FP32 [4]; m FP32 [4]", "OUTPUT__0 FP32 [3]", 8),
+            "x FP32 [4]; m FP32 [4] → OUTPUT__0 FP32 [3] (8)",
         ),
         (
             {"prepared": "x.reshape(2, 4)", "example": _EXAMPLE.format("x", "x")},
             {},
-            ("x FP32 [2, 4]", "OUTPUT__0 FP32 [2, 3]", 0),
+            "x FP32 [2, 4] → OUTPUT__0 FP32 [2, 3] (0)",
         ),
     ],
     ids=["listed", "example", "without-a-batch"],
 )
 def test_inputs_come_from_config_or_example_and_outputs_from_the_hooks(
-    parts: dict[str, str], config: dict[str, Any], described: tuple[str, str, int], tmp_path: Path
+    parts: dict[str, str], config: dict[str, Any], described: str, tmp_path: Path
 ) -> None:
     (tmp_path / "1").mkdir()
     scenarios.hooked(_HOOKS.format(**_ROW | parts))(tmp_path / "1")

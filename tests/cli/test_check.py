@@ -13,7 +13,6 @@ import models
 import pytest
 import refused_configs
 import scenarios
-import typer
 from command_line import run, tree
 
 from torch_py_backend.processes import child_process
@@ -23,9 +22,7 @@ check = importlib.import_module("torch_py_backend.cli.check")
 
 _NEGATE = models.source(models.Negate)
 _COMPLETE = scenarios.x_to_y()
-_BARE = 'backend: "pytorch_py"\n'
 _EXAMPLE = "\n\ndef example_inputs():\n    return {'x': torch.rand(2, 4)}\n"
-_GAPS = _NEGATE + _EXAMPLE
 _RAISES = f"""
 import torch
 
@@ -36,13 +33,13 @@ class Net(torch.nn.Module):
 {_EXAMPLE}"""
 _MODELS: dict[str, tuple[str, str]] = {
     "good": (_COMPLETE, _NEGATE),
-    "gaps [red] ü": (_BARE, _GAPS),
+    "gaps [red] ü": (scenarios.BARE, _NEGATE + _EXAMPLE),
     "misspelt": (_COMPLETE.replace("pytorch_py", "pytorch-py"), _NEGATE),
     "other": ('backend: "python"\n', _NEGATE),
     "broken_config": ('backend: "pytorch_py"\ninput [{ name: }]\n', _NEGATE),
     "broken_source": (_COMPLETE, "def broken(:\n"),
     "raises": (_COMPLETE, _RAISES),
-    "raises_in_completion": (_BARE, _RAISES),
+    "raises_in_completion": (scenarios.BARE, _RAISES),
 }
 
 
@@ -98,40 +95,40 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
         assert "traceback" not in reports[name]
 
 
-@pytest.mark.parametrize("name", refused_configs.TABLE)
-def test_config_that_triton_refuses(name: str, here: None, tmp_path: Path) -> None:
-    """tests/live compares."""
-    text, says = refused_configs.TABLE[name]
-    refused_configs.write(tmp_path, name, text)
-    (model,) = json.loads(run("check", "--json", str(tmp_path / name)).stdout)["models"]
-    assert model["error"].startswith(f"model '{name}': {says}")
+_NO_INPUTS = "config.pbtxt lists no inputs"
 
 
-def test_traceback_is_printed_below_the_error(here: None, tmp_path: Path) -> None:
-    _lay_out(tmp_path, "raises")
-    done = run("check", "--traceback", str(tmp_path))
-    assert done.returncode == 1
-    _, _, text = done.stdout.partition("Traceback (most recent call last):\n")
-    assert 'model.py", line 7, in forward\n    return torch.relu(x) @' in text
-
-
-def test_printed_lines(
-    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *refused_configs.TABLE.values(),  # as Triton: tests/live compares
+        ('backend: "pytorch"', _NO_INPUTS),
+        ('platform: "pytorch_libtorch"', _NO_INPUTS),
+        ('platform: "torch_aoti"', _NO_INPUTS),
+        ('backend: "PyTorch-Py"', "config.pbtxt names the backend 'PyTorch-Py'"),
+        ("", "config.pbtxt names the backend ''; expected the line backend:"),
+    ],
+)
+def test_config_of_this_backend_with_an_error(
+    text: str, says: str, here: None, tmp_path: Path
 ) -> None:
+    refused_configs.write(tmp_path, "net", text)
+    (model,) = json.loads(run("check", "--json", str(tmp_path / "net")).stdout)["models"]
+    assert model["error"].startswith(f"model 'net': {says}")
+
+
+def test_printed_lines(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "machine_problems", lambda: ["It is too small."])
-    _lay_out(tmp_path, "broken_config", "gaps [red] ü", "other")
-    with pytest.raises(typer.Exit) as end:
-        check.check(tmp_path, timeout=120.0)
-    assert end.value.exit_code == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "PROBLEM It is too small."
-    assert lines[1].startswith("FAILED  model 'broken_config': ")
-    assert "OK      gaps [red] ü 1" in lines
+    done = run("check", "--traceback", str(_lay_out(tmp_path, "raises", "gaps [red] ü", "other")))
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["PROBLEM It is too small.", "OK      gaps [red] ü 1"]
     assert ["inputs", "x", "FP32", "[4]", "→", "x"] in [line.split() for line in lines]
-    assert lines[-2:] == [
-        "SKIPPED other: served by python",
-        "1 OK, 1 FAILED, 1 SKIPPED, 1 PROBLEM",
-    ]
+    assert lines[-1] == "1 OK, 1 FAILED, 1 SKIPPED, 1 PROBLEM"
+    assert "SKIPPED other: served by python" in lines
+    _, _, text = done.stdout.partition("\nFAILED  model 'raises': ")
+    _, _, text = text.partition("Traceback (most recent call last):\n")
+    assert 'model.py", line 7, in forward\n    return torch.relu(x) @' in text
 
 
 def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
@@ -162,20 +159,3 @@ def test_machine_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     triton, memory = check.machine_problems()
     assert triton.startswith("no tritonserver was found")
     assert memory.startswith("the shared memory has 255 MB")
-
-
-@pytest.mark.parametrize(
-    ("text", "starts"),
-    [
-        ('backend: "pytorch"', "FAILED  model 'net': the model folder has no version"),
-        ('platform: "pytorch_libtorch"', "FAILED  model 'net': the model folder has no version"),
-        ('platform: "torch_aoti"', "FAILED  model 'net': the model folder has no version"),
-        ('platform: "ensemble"', "SKIPPED net: served by ensemble"),
-        ('backend: "PyTorch-Py"', "FAILED  model 'net': config.pbtxt names the backend 'PyTorch-"),
-        ("", "FAILED  model 'net': config.pbtxt names the backend ''; expected the line backend:"),
-    ],
-)
-def test_backend(text: str, starts: str, tmp_path: Path) -> None:
-    (tmp_path / "net").mkdir()
-    (tmp_path / "net" / "config.pbtxt").write_text(text)
-    assert starts in run("check", str(tmp_path / "net")).stdout
