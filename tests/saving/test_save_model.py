@@ -28,6 +28,7 @@ from torch_py_backend.processes import child_process
 from torch_py_backend.saving import image_hooks, module_files
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 
 @pytest.fixture(autouse=True)
@@ -119,14 +120,6 @@ def test_rows_that_depend_on_each_other_are_no_batch(tmp_path: Path) -> None:
     assert _tensors(document, "input") == {"x": [1, 4]}
 
 
-def test_a_terminal_shows_what_takes_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    save_model(models.Affine(), tmp_path / "net", example_inputs=_X)
-    assert "loading net in a process of its own" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("width", [None, Dim("width")], ids=["rows", "rows and width"])
 def test_package_takes_a_row_unless_its_other_sizes_need_a_check(
     width: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,25 +155,70 @@ def test_source_is_preferred_and_what_its_class_does_not_build_again_is_exported
     assert ("model.safetensors" in files) == (file == "model.py")
 
 
+_SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+def _bert(name: str) -> tuple[Any, Any]:
+    words = tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1}, "[UNK]")
+    words = tokenizers.Tokenizer(words)
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+    return getattr(transformers, name)(transformers.BertConfig(vocab_size=2, **_SMALL)), tokenizer
+
+
+def _vit() -> tuple[Any, Any]:
+    config = transformers.ViTConfig(image_size=32, patch_size=8, **_SMALL)
+    processor = transformers.ViTImageProcessorPil(size={"height": 32, "width": 32})
+    return transformers.ViTForImageClassification(config), processor
+
+
+_TEXTS = {"hooks": models.Measure, "example_inputs": {"text": ["a", "longer"]}}
+_BYTES = {"hooks": saved.Bytes, "example_inputs": {"data": [b"\x00\xff\x10\x80"]}}
+_LABELS = {"hooks": saved.Labels, "example_inputs": {"text": ["a", "a b"]}}
+_ANY_LENGTH = {"last_hidden_state": [-1, 16], "pooler_output": [16]}
+
+
 @pytest.mark.parametrize(
-    ("hooks", "example", "source", "outputs"),
+    ("build", "options", "outputs", "written"),
     [
+        (None, _TEXTS, {"label": [], "scores": [3]}, "'text': [['a'], ['longer']]"),
+        (None, _BYTES, {"OUTPUT__0": [3]}, r"'data': [[b'\x00\xff\x10\x80']]"),
+        (lambda: _bert("BertModel"), {}, _ANY_LENGTH, "'text': [['a text']"),
         (
-            models.Measure,
-            {"text": ["a", "longer"]},
-            "'text': [['a'], ['longer']]",
-            {"label": [], "scores": [3]},
+            lambda: _bert("BertForSequenceClassification"),
+            _LABELS,
+            {"label": [], "share": []},
+            "'text': [['a'], ['a b']]",
         ),
-        (saved.Bytes, {"data": [b"\x00\xff\x10\x80"]}, r"b'\x00\xff\x10\x80'", {"OUTPUT__0": [3]}),
+        (_vit, {}, {"logits": [2]}, "'image': [[b'"),
     ],
 )
-def test_hooks_are_written_beside_the_model_with_the_example(
-    hooks: type, example: Any, source: str, outputs: dict[str, list[int]], tmp_path: Path
+def test_hooks_are_written_beside_the_model_with_the_example_and_the_processor(
+    build: Any, options: dict[str, Any], outputs: _DIMS, written: str, tmp_path: Path
 ) -> None:
-    document = _saved(tmp_path, models.Affine(), hooks=hooks, example_inputs=example)
-    assert _tensors(document, "input") == {name: [1] for name in example}
+    module, processor = build() if build else (models.Affine(), None)
+    document = _saved(tmp_path, module, processor=processor, **options)
+    assert _tensors(document, "input") == {written.split("'")[1]: [1]}
     assert _tensors(document, "output") == outputs
-    assert source in (tmp_path / "models" / "net" / "1" / "hooks.py").read_text()
+    version = tmp_path / "models" / "net" / "1"
+    assert written in (version / "hooks.py").read_text()
+    assert all(path.stat().st_mode & 0o044 for path in version.iterdir())
+
+
+def test_image_hooks_prepare_files_as_the_processor_does(tmp_path: Path) -> None:
+    _, processor = _vit()
+    processor.save_pretrained(tmp_path)
+    image = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
+    file = BytesIO()
+    image.save(file, format="PNG")
+    prepared = image_hooks.Hooks(tmp_path).preprocess(file.getvalue())
+    expected = processor(image, return_tensors="pt")["pixel_values"]
+    assert torch.equal(prepared["pixel_values"], expected[0])
 
 
 def test_class_of_the_users_own_model_py_or_hooks_py_does_not_import_itself(
@@ -196,39 +234,6 @@ def test_class_of_the_users_own_model_py_or_hooks_py_does_not_import_itself(
     source = models.source(models.Affine).rstrip() + "\n"
     assert (tmp_path / "1" / "model.py").read_text() == source
     assert (tmp_path / "1" / "hooks.py").read_text() == f"{source}\n\nHooks = Affine\n"
-
-
-_VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcd"]
-_SMALL: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "outputs"),
-    [
-        ("BertModel", {}, {"last_hidden_state": [-1, 16], "pooler_output": [16]}),
-        (
-            "BertForSequenceClassification",
-            {"hooks": saved.Labels, "example_inputs": {"text": ["a", "a b"]}},
-            {"label": [], "share": []},
-        ),
-    ],
-)
-def test_model_with_a_tokenizer_takes_texts_of_any_length_also_with_hooks_of_the_user(
-    name: str, options: dict[str, Any], outputs: dict[str, list[int]], tmp_path: Path
-) -> None:
-    (tmp_path / "vocab.txt").write_text("\n".join(_VOCABULARY))
-    tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
-    model = getattr(transformers, name)(transformers.BertConfig(vocab_size=9, **_SMALL))
-    document = _saved(tmp_path, model, processor=tokenizer, **options)
-    version = tmp_path / "models" / "net" / "1"
-    assert (version / "tokenizer.json").exists()
-    assert all(path.stat().st_mode & 0o044 for path in version.iterdir())
-    assert (_tensors(document, "input"), _tensors(document, "output")) == ({"text": [1]}, outputs)
 
 
 _SCRIPT = """
@@ -282,21 +287,6 @@ def test_model_without_a_tokenizer_takes_tokens_of_any_number_and_returns_no_cac
     assert _tensors(document, "output") == {"logits": [-1, 9]}
 
 
-def test_model_with_an_image_processor_takes_files(tmp_path: Path) -> None:
-    config = transformers.ViTConfig(image_size=32, patch_size=8, **_SMALL)
-    processor = transformers.ViTImageProcessorPil(size={"height": 32, "width": 32})
-    model = transformers.ViTForImageClassification(config)
-    document = _saved(tmp_path, model, processor=processor)
-    assert _tensors(document, "input") == {"image": [1]}
-    assert _tensors(document, "output") == {"logits": [2]}
-    image = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
-    file = BytesIO()
-    image.save(file, format="PNG")
-    prepared = image_hooks.Hooks(tmp_path / "models" / "net" / "1").preprocess(file.getvalue())
-    expected = processor(image, return_tensors="pt")["pixel_values"]
-    assert torch.equal(prepared["pixel_values"], expected[0])
-
-
 _FLOAT = (_X, {"bias": 1.0}, (_X, _X))
 _HOOKED = {"hooks": saved.Bytes, "example_inputs": {"data": [bytes(4)]}}
 _MODULE = {"format": "module"}
@@ -335,7 +325,9 @@ def test_bad_input_is_refused_and_nothing_is_written(
     assert list(tmp_path.rglob("*")) in ([], [tmp_path / "models"])
 
 
-def test_folder_is_replaced_only_on_request_by_a_good_model(tmp_path: Path) -> None:
+def test_folder_is_replaced_only_on_request_by_a_good_model_and_a_terminal_shows_what_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     _saved(tmp_path, models.Affine(), example_inputs=_X)
     folder = tmp_path / "models" / "net"
     before = command_line.tree(folder)
@@ -347,5 +339,7 @@ def test_folder_is_replaced_only_on_request_by_a_good_model(tmp_path: Path) -> N
         save_model(saved.Random(), folder, example_inputs=_X, format="module", overwrite=True)
     assert command_line.tree(folder) == before
     assert [*folder.parent.iterdir()] == [folder]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     save_model(models.Negate(), folder, example_inputs=_X, overwrite=True)
+    assert "loading net in a process of its own" in capsys.readouterr().err
     assert pbtxt.read(folder)["parameters"]["MODEL_CLASS"]["string_value"] == "Negate"
