@@ -6,7 +6,9 @@ import io
 import json
 import shlex
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import command_line
 import kinds
@@ -21,7 +23,6 @@ from torch_py_backend.config import pbtxt
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.processes import child_process
 
-_ODD = "größe 2.0 -x_y"
 _INPUT = "--input=x:FP32:4"
 
 
@@ -39,67 +40,101 @@ def _init(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def _artifacts(folder: Path) -> None:
-    (folder / "script").mkdir()
-    scenarios.script(models.Affine(), "script.pt")(folder / "script")
-    scenarios.safe({"x": torch.rand(2, 4)}, "script/example_inputs.safetensors")(folder)
-    scenarios.script(models.Affine(), "bare.pt")(folder)
-    (folder / "program.pt2").write_bytes(kinds._exported("one"))
-    source = models.source(models.Affine)
-    scenarios.text(source + kinds._EXAMPLE_FUNCTION, "classes.py")(folder)
-    scenarios.text(models.source(models.Affine, models.Negate), "nets.py")(folder)
-    for name in ("classes", "nets"):
-        scenarios.safe(scenarios.affine().state_dict(), f"{name}.safetensors")(folder)
+def _mar(files: dict[str, bytes], **model: str) -> bytes:
+    """An archive as torch-model-archiver writes it."""
+    manifest = {"modelName": "net", "handler": "base_handler", "serializedFile": "net.pt"} | model
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": manifest}))
+    return buffer.getvalue()
 
 
-_SOURCE_AND_WEIGHTS = {"model.py", "model.safetensors"}
+def _written(write: Callable[[Any, io.BytesIO], None], value: object) -> bytes:
+    buffer = io.BytesIO()
+    write(value, buffer)
+    return buffer.getvalue()
+
+
+_SCRIPT = _written(torch.jit.save, torch.jit.script(models.Affine()))
+_STATE = models.Affine().state_dict()
+_WEIGHTS = safetensors.torch.save(_STATE)
+_NETS = models.source(models.Affine, models.Negate).encode()
+_CLASS = (models.source(models.Affine) + kinds._EXAMPLE_FUNCTION).encode()
+_EXAMPLE = safetensors.torch.save({"x": torch.rand(2, 4)})
+_SETTINGS = b"minWorkers: 2\nbatchSize: 4 # rows\nmaxBatchDelay: 50\n"
+_OLD = {"classes.py": _CLASS, "net.pt": _written(torch.save, _STATE), "c.yaml": _SETTINGS}
+_ARTIFACTS = {
+    "script/script.pt": _SCRIPT,
+    "script/example_inputs.safetensors": _EXAMPLE,
+    "bare.pt": _SCRIPT,
+    "classes.py": _CLASS,
+    "classes.safetensors": _WEIGHTS,
+    "nets.py": _NETS,
+    "nets.safetensors": _WEIGHTS,
+    "net.mar": _mar(_OLD, modelFile="classes.py", configFile="c.yaml"),
+    "script.mar": _mar({"net.pt": _SCRIPT}),
+}
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    """Write files; folders by names that end with a slash, and links by arrows."""
+    for name, content in files.items():
+        path, _, target = (folder / name).as_posix().partition(" -> ")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if target:
+            Path(path).symlink_to(target)
+        elif name.endswith("/"):
+            Path(path).mkdir()
+        else:
+            Path(path).write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "files", "size", "options"),
+    ("command", "files", "size", "more"),
     [
-        ("script", ["script/script.pt"], {"model.pt", "example_inputs.safetensors"}, 8, {}),
-        ("bare", ["bare.pt", _INPUT], {"model.pt"}, 8, {}),
-        (_ODD, ["program.pt2", f"--name={_ODD}"], {"model.pt2"}, 64, {}),
-        ("classes", ["classes.safetensors"], _SOURCE_AND_WEIGHTS, 8, {}),
-        ("a.v1", ["classes.py", "--name=a.v1"], _SOURCE_AND_WEIGHTS, 8, {}),
+        ("script/script.pt", "example_inputs.safetensors model.pt", 8, {}),
+        (f"bare.pt {_INPUT}", "model.pt", 8, {}),
+        ("program.pt2 '--name=größe 2.0 -x_y'", "model.pt2", 64, {}),
+        ("classes.safetensors", "model.py model.safetensors", 8, {}),
+        ("classes.py --name=a.v1", "model.py model.safetensors", 8, {}),
         # the class of several whose keys the weights have
-        ("nets", ["nets.py", _INPUT], _SOURCE_AND_WEIGHTS, 8, {"MODEL_CLASS": "Affine"}),
+        (f"nets.py {_INPUT}", "model.py model.safetensors", 8, {"MODEL_CLASS": "Affine"}),
+        # batches as large as in TorchServe
+        ("net.mar", "model.pt model.py", 4, {}),
+        (f"script.mar {_INPUT}", "model.pt", 8, {}),
     ],
 )
-def test_files_are_copied_under_the_names_that_are_served_and_the_config_is_complete(
-    name: str,
-    arguments: list[str],
-    files: set[str],
-    size: int,
-    options: dict[str, str],
-    tmp_path: Path,
+def test_files_have_the_names_that_are_served_and_the_config_is_complete(
+    command: str, files: str, size: int, more: dict[str, str], tmp_path: Path
 ) -> None:
-    _artifacts(tmp_path)
-    _init(tmp_path, *arguments, "--repository=new/models")
+    _write(tmp_path, _ARTIFACTS)
+    (tmp_path / "program.pt2").write_bytes(kinds._exported("one"))
+    name = command.partition("--name=")[2].strip("'") or Path(command.split(maxsplit=1)[0]).stem
+    _init(tmp_path, *shlex.split(command), "--repository=new/models")
     folder = tmp_path / "new" / "models" / name
     assert [path.name for path in folder.parent.iterdir()] == [name]
     assert folder.stat().st_mode == (tmp_path / "script").stat().st_mode
     assert {path.name for path in folder.iterdir()} == {"1", "config.pbtxt"}
-    assert {path.name for path in (folder / "1").iterdir()} == files
+    assert sorted(path.name for path in (folder / "1").iterdir()) == files.split()
     document = pbtxt.read(folder)
     assert document["backend"] == "pytorch_py"
     assert document["max_batch_size"] == size
-    assert "dynamic_batching" in document
+    delay = document["dynamic_batching"]["max_queue_delay_microseconds"]
+    assert delay == ("50000" if name == "net" else "0")
     inputs = [(entry["name"], entry["data_type"], entry["dims"]) for entry in document["input"]]
     assert inputs == [("x", "TYPE_FP32", [4])]
     assert [entry["dims"] for entry in document["output"]] == [[3]]
-    assert document.get("parameters", {}) == pbtxt.parameters(options)
+    assert document.get("parameters", {}) == pbtxt.parameters(more)
     (report,) = json.loads(run("check", "--json", str(folder)).stdout)["models"]
     assert (report["model"], report.get("error"), report["warnings"]) == (name, None, [])
 
 
 def test_model_py_without_a_module_beside_a_script_is_served_with_it(tmp_path: Path) -> None:
-    scenarios.script(models.Affine(), "net.pt")(tmp_path)
-    scenarios.text("import registers\n" + kinds._EXAMPLE_FUNCTION)(tmp_path)
-    (tmp_path / "registers").mkdir()
-    scenarios.text("", "registers/__init__.py")(tmp_path)
-    scenarios.safe({"x": torch.rand(2, 4)}, "example_inputs.safetensors")(tmp_path)
+    source = ("import registers\n" + kinds._EXAMPLE_FUNCTION).encode()
+    files = {"net.pt": _SCRIPT, "model.py": source, "registers/__init__.py": b""}
+    _write(tmp_path, files | {"example_inputs.safetensors": _EXAMPLE})
     version = tmp_path / "net" / "1"
     taken = {"model.pt", "example_inputs.safetensors"}
     _init(tmp_path, "net.pt")
@@ -197,49 +232,6 @@ def test_caches_of_decoders(name: str) -> None:
     assert artifact_files.pretrained_kwargs(["input_ids", name]) == {"use_cache": False}
 
 
-def _mar(files: dict[str, bytes], **model: str) -> bytes:
-    """An archive as torch-model-archiver writes it."""
-    manifest = {"modelName": "net", "handler": "base_handler", "serializedFile": "net.pt"} | model
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": manifest}))
-    return buffer.getvalue()
-
-
-def test_archive_is_served_in_batches_as_large_and_as_patient_as_in_torchserve(
-    tmp_path: Path,
-) -> None:
-    source = models.source(models.Affine) + kinds._EXAMPLE_FUNCTION
-    torch.save(scenarios.affine().state_dict(), tmp_path / "weights")
-    files = {
-        "classes.py": source.encode(),
-        "net.pt": (tmp_path / "weights").read_bytes(),
-        "c.yaml": b"minWorkers: 2\nbatchSize: 4 # rows\nmaxBatchDelay: 50\n",
-    }
-    archive = _mar(files, modelFile="classes.py", configFile="c.yaml")
-    (tmp_path / "net.mar").write_bytes(archive)
-    _init(tmp_path, "net.mar")
-    document = pbtxt.read(tmp_path / "net")
-    assert document["max_batch_size"] == 4
-    assert document["dynamic_batching"]["max_queue_delay_microseconds"] == "50000"
-    assert {path.name for path in (tmp_path / "net" / "1").iterdir()} == {"model.py", "model.pt"}
-    # TorchScript needs the types of its inputs, as outside of an archive.
-    (tmp_path / "script.mar").write_bytes(_mar({"net.pt": _SCRIPT}))
-    _init(tmp_path, "script.mar", _INPUT)
-
-
-def _script() -> bytes:
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(models.Affine()), buffer)
-    return buffer.getvalue()
-
-
-_SCRIPT = _script()
-_SOURCE = b"def forward(x):\n    return x\n"
-_NETS = models.source(models.Affine, models.Negate).encode()
-_WEIGHTS = safetensors.torch.save(models.Affine().state_dict())
 _BAD_NAMES = (
     "../evil", "/tmp/evil", "..", ".hidden", "[red]",
     'a"b', "a\\b", " ", 'a\nplatform: "x" #', "a\n"
@@ -288,15 +280,7 @@ def test_refusal_is_one_line_and_nothing_is_made_or_replaced(
 ) -> None:
     folder = tmp_path / "inside"
     folder.mkdir()
-    for name, content in ({"net.py": _SOURCE} | files).items():
-        path, _, target = (folder / name).as_posix().partition(" -> ")
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        if target:
-            Path(path).symlink_to(target)
-        elif name.endswith("/"):
-            Path(path).mkdir()
-        else:
-            Path(path).write_bytes(content)
+    _write(folder, {"net.py": b"def forward(x):\n    return x\n"} | files)
     model = [name for name in files if name.endswith((".pt", ".mar", ".safetensors"))]
     model += ["net"] if "net/config.json" in files else ["net.py"]
     before = tree(tmp_path)
