@@ -1,7 +1,4 @@
-"""The files that `init` puts into a version folder, found from the path that a user names.
-
-Imports no torch.
-"""
+"""The files that `init` puts into a version folder, found from a user's path. Imports no torch."""
 
 from __future__ import annotations
 
@@ -60,10 +57,7 @@ def unpack_archive(archive: Path, folder: Path) -> tuple[Path, JsonObject]:
 
 
 def find(path: Path) -> dict[str, Path]:
-    """Return the files of an artifact by their names in the version folder, the model's first.
-
-    These are also the hooks and the example beside it.
-    """
+    """Return the files of an artifact by their names in the version folder, the model's first."""
     artifact = discovery.of_file(path)
     source = path.with_name("model.py")
     if artifact.kind is ArtifactType.MODULE:

@@ -1,7 +1,4 @@
-"""Write a model folder for `init` and `save_model`, whose model loads and runs.
-
-Imports no torch: the model's code runs in child processes.
-"""
+"""Write a model folder, if its model runs in a child process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -48,10 +45,7 @@ def create(
     *,
     force: bool = False,
 ) -> JsonObject:
-    """Write a model folder with `files` in its version 1, and `needs` in its config.pbtxt.
-
-    Return the report of `inspection.inspect`. Nothing is written if the model does not run.
-    """
+    """Write a model folder, if its model runs; return the report of `inspection.inspect`."""
     with new_folder(target, force=force) as folder:
         for name, source in files.items():
             path = folder / "1" / name

@@ -1,7 +1,4 @@
-"""Complete the config of a model, load it and describe it, in a child process.
-
-`arguments` are Triton's.
-"""
+"""Complete the config in Triton's arguments, load the model and describe it: in a child process."""
 
 from __future__ import annotations
 

@@ -20,10 +20,8 @@ from torch_py_backend.errors import LoadError
 from torch_py_backend.processes import child_process
 
 COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
-TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")
-"""The options that a candidate replaces."""
-# The largest difference from the outputs as configured, relative to their values.
-_MAX_ERROR = 1e-4
+TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")  # a candidate replaces them
+_MAX_ERROR = 1e-4  # the largest difference from the outputs as configured, relative to their values
 _MAX_ERROR_REDUCED = 0.03
 _ROUNDS = 5
 _LIMIT_S = 3600.0  # of a candidate, with its compilation

@@ -21,19 +21,12 @@ from torch_py_backend.values import Item, Value
 
 
 class Example(NamedTuple):
-    """Valid inputs of a module.
+    """Valid inputs of a module."""
 
-    Attributes:
-        item: the inputs of a request by name; strings are arrays of objects.
-        config: `input` and `max_batch_size` of config.pbtxt.
-        arguments: forward()'s arguments as a tree; None: hooks make them.
-        outputs: those of the module, on the CPU; None with hooks.
-    """
-
-    item: Item
-    config: JsonObject
-    arguments: Any = None
-    outputs: Item | None = None
+    item: Item  # the inputs of a request by name; strings are arrays of objects
+    config: JsonObject  # `input` and `max_batch_size` of config.pbtxt
+    arguments: Any = None  # those of forward() as a tree; None: hooks make them
+    outputs: Item | None = None  # those of the module, on the CPU; None with hooks
 
 
 def from_arguments(
