@@ -95,17 +95,13 @@ def bind_inputs(
         named = {name: part(columns) for name, part in kwargs.items()}
         return module(*[part(columns) for part in args], **named)
 
-    def call_positional(module: Forward, columns: Sequence[object]) -> object:
-        return module(*columns)
-
-    is_flat = signature.unflatten is None and not kwargs and bound == [(n, ()) for n in leading]
     # Parts of containers are tensors.
     whole = {slot: kind for slot, kind in types.items() if kind not in CONTAINERS}
     whole |= dict.fromkeys(signature.settings, ArgumentType.VALUE)
     return InputBinding(
         tuple(columns),
         tuple(tensor if path else whole.get(slot, tensor) for slot, path in bound),
-        call_positional if is_flat else call,
+        call,
         tuple(path_text(*place) for place in bound),
     )
 

@@ -161,9 +161,8 @@ def from_tree(
         values = [constants[n] if n in constants else next(remaining) for n in numbers]
         return pytree.tree_unflatten(values, spec)
 
-    is_flat = not constants and not kwargs and list(args) == list(numbers)
     text = f"({', '.join(leaves.values())})"
-    return Signature(tuple(arguments), text, leaves, None if is_flat else unflatten)
+    return Signature(tuple(arguments), text, leaves, unflatten)
 
 
 def path_key(key: object) -> int | str:
