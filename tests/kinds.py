@@ -1,12 +1,9 @@
-"""Kinds of artifacts with kinds of inputs: a table of scenarios, made, not written."""
+"""Trees of inputs and results, strings, and completed configs for each kind of artifact."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +11,8 @@ import models
 import numpy as np
 import scenarios
 import torch
-from scenarios import BARE, Call, Refused, Scenario, Writer, config, floats, tensor
+from scenarios import BARE, Call, Refused, Scenario, Writer, config, floats
 from torch import Tensor, nn
-
-
-class One(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
 
 
 class Nested(nn.Module):
@@ -51,157 +39,51 @@ class Texts(nn.Module):
         return torch.tensor(lengths), [text + "!" for text in texts]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One kind of input.
-
-    Attributes:
-        args: sample arguments for torch.export, each tensor an object of its own.
-        scripted: what TorchScript is given instead, with its config and its calls.
-    """
-
-    module: Callable[[], nn.Module]
-    config: str
-    calls: tuple[Call, ...]
-    args: Callable[[], tuple[Any, ...]] = tuple
-    kwargs: Callable[[], dict[str, Any]] = dict
-    scripted: tuple[Callable[[], nn.Module], str, tuple[Call, ...]] | None = None
-    kinds: tuple[str, ...] = ("torchscript", "module", "export")
+_X, _Z, _A, _B, _SCALE = (floats(3, 2, seed=seed) for seed in range(5))
+_TOTAL = (_X + 10 * _Z + 100 * _A + 1000 * _B) * _SCALE
 
 
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(3)
-    return make().eval()
+@functools.cache
+def _program() -> bytes:
+    def tensor() -> Tensor:  # each an object of its own
+        return torch.rand(2, 2)
+
+    args, kwargs = (tensor(), {"z": tensor(), "a": [tensor(), tensor()]}), {"scale": tensor()}
+    batch = {0: torch.export.Dim("batch", min=1, max=64)}
+    shapes = {"x": batch, "extra": {"z": batch, "a": [batch, batch]}, "scale": batch}
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(Nested(), args, kwargs, dynamic_shapes=shapes), buffer)
+    return buffer.getvalue()
 
 
-_ONE = _seeded(One)
+def _save_program(folder: Path) -> None:
+    """Exported when it is needed: that takes a second."""
+    (folder / "model.pt2").write_bytes(_program())
 
 
-def _one_call(rows: int) -> Call:
-    x = floats(rows, 4, seed=rows)
-    return Call({"x": x}, {"y": scenarios.eager(_ONE, x=x)})
+def _nested(name: str, write: Writer, inputs: str, out: dict[str, Any], text: str = "") -> Scenario:
+    """Inputs are the second tensor of `a`, z, x, the first tensor of `a`, and scale."""
+    values = dict(zip(inputs.split(), (_B, _Z, _X, _A, _SCALE), strict=True))
+    listed = config({name: [2] for name in values}, {name: [2] for name in out})
+    return Scenario(name, write, text or listed, (Call(values, out),))
 
 
-_CALLS = tuple(_one_call(rows) for rows in (1, 3, 4, 8, 2))
-# Two instances are served from the same file.
-_ONE_CONFIG = config(
-    {"x": [4]},
-    {"y": [3]},
-    more="dynamic_batching { }\ninstance_group [{ kind: KIND_CPU count: 2 }]\n",
-)
-_A, _B, _C, _D, _S = (floats(3, 2, seed=seed) for seed in range(5))
-_NESTED_INPUTS = {"x": "ARGS[0]", "z": "ARGS[1][z]", "a": "ARGS[1][a][0]", "b": "ARGS[1][a][1]"}
-_SCRIPT_INPUTS = {"x": "ARGS[0]", "z": "ARGS[1][0]", "a": "ARGS[1][1][0]", "b": "ARGS[1][1][1]"}
-
-
-def _nested_values(names: dict[str, str], scale: str) -> dict[str, Any]:
-    values = {"x": _A, "z": _B, "a": _C, "b": _D}
-    return {names[key]: values[key] for key in ("b", "z", "x", "a")} | {scale: _S}
-
-
-def _nested(names: dict[str, str], scale: str, out: dict[str, Any]) -> tuple[str, tuple[Call, ...]]:
-    values = _nested_values(names, scale)
-    text = config({name: [2] for name in values}, {name: [2] for name in out})
-    return text, (Call(values, out),)
-
-
-_TOTAL = (_A + 10 * _B + 100 * _C + 1000 * _D) * _S
-_NESTED_OUT = {"RESULT[parts][1][0]": _B, "total": _TOTAL, "RESULT[parts][0]": _A}
-_SCRIPT_OUT = {"RESULT[1][1][0]": _B, "RESULT[0]": _TOTAL, "OUTPUT__1": _A}
-_TEXTS = config({"texts": ["STRING", 1]}, {"length": ["INT64", 1], "louder": ["STRING", 1]})
+_NESTED_INPUTS = "ARGS[1][a][1] ARGS[1][z] ARGS[0] ARGS[1][a][0] KWARGS[scale]"
+_NESTED_OUT = {"RESULT[parts][1][0]": _Z, "total": _TOTAL, "RESULT[parts][0]": _X}
 
 
 def _said(*texts: str) -> Call:
+    """The results are taken in their order."""
     louder = scenarios.strings(*([f"{text}!".encode()] for text in texts))
     lengths = np.array([[len(text)] for text in texts])
-    return Call(
-        {"texts": scenarios.strings(*([text] for text in texts))},
-        {"length": lengths, "louder": louder},
-    )
+    sent = scenarios.strings(*([text] for text in texts))
+    return Call({"texts": sent}, {"OUTPUT__0": lengths, "OUTPUT__1": louder})
 
 
 def _not_text(refused: Refused) -> Call:
     return Call({"texts": scenarios.strings([b"\xff"])}, refused)
 
 
-def _tensor() -> Tensor:
-    return torch.rand(2, 2)
-
-
-# registered.py has a package of AOTInductor with a tree of inputs, for two rows.
-CASES = {
-    "one": Case(One, _ONE_CONFIG, _CALLS, lambda: (torch.rand(2, 4),)),
-    "nested": Case(
-        Nested,
-        *_nested(_NESTED_INPUTS, "KWARGS[scale]", _NESTED_OUT),
-        lambda: (_tensor(), {"z": _tensor(), "a": [_tensor(), _tensor()]}),
-        lambda: {"scale": _tensor()},
-        (NestedScript, *_nested(_SCRIPT_INPUTS, "scale", _SCRIPT_OUT)),
-    ),
-    "strings": Case(
-        Texts,
-        _TEXTS,
-        (
-            _said("a", "bcd", "ef"),
-            _not_text(Refused(400, ("input 'texts' is not UTF-8",))),
-            _said("z"),
-        ),
-        scripted=(
-            Texts,
-            _TEXTS,
-            (_not_text(Refused(500, ("forward() raised UnicodeDecodeError",))), _said("z")),
-        ),
-        kinds=("torchscript", "module"),
-    ),
-}
-
-
-def _program(case: Case) -> torch.export.ExportedProgram:
-    args, kwargs = case.args(), case.kwargs()
-    batch = torch.export.Dim("batch", min=1, max=64)
-    shapes = torch.utils._pytree.tree_map(lambda one: {0: batch}, (args, kwargs))
-    names = inspect.signature(case.module.forward).parameters  # type: ignore[attr-defined]
-    dynamic = dict(zip([*names][1:], (*shapes[0], *shapes[1].values()), strict=True))
-    return torch.export.export(_seeded(case.module), args, kwargs, dynamic_shapes=dynamic)
-
-
-@functools.cache
-def _exported(name: str) -> bytes:
-    buffer = io.BytesIO()
-    torch.export.save(_program(CASES[name]), buffer)
-    return buffer.getvalue()
-
-
-def _write(kind: str, name: str) -> Writer:
-    """Return a writer that makes the artifact when it is needed: exporting takes seconds."""
-
-    def write(folder: Path) -> None:
-        case = CASES[name]
-        if kind == "torchscript":
-            made = case.scripted[0] if case.scripted else case.module
-            scenarios.script(_seeded(made))(folder)
-        elif kind == "export":
-            (folder / "model.pt2").write_bytes(_exported(name))
-        else:
-            scenarios.python(case.module)(folder)
-            if state := _seeded(case.module).state_dict():
-                scenarios.safe(state)(folder)
-
-    return write
-
-
-def _scenario(kind: str, name: str) -> Scenario:
-    case = CASES[name]
-    text, calls = case.config, case.calls
-    if kind == "torchscript" and case.scripted:
-        _, text, calls = case.scripted
-    return Scenario(f"{kind}_{name}", _write(kind, name), text, calls)
-
-
-_ONE_NAMED = tuple(
-    Call(call.inputs, {"OUTPUT__0": call.expected["y"]})  # type: ignore[index]
-    for call in _CALLS
-)
 _EXAMPLE_FUNCTION = """
 
 
@@ -215,8 +97,6 @@ def example_inputs():
     return {"texts": ["one", "two"]}
 """
 _DIGITS = Path(__file__).parents[1] / "examples" / "model_repository"
-# AOTInductor's, which takes any number of rows.
-_PACKAGE = scenarios.raw((_DIGITS / "digits_aoti/1/model.pt2").read_bytes(), "model.pt2")
 
 
 def _digits(rows: int) -> Call:
@@ -225,88 +105,65 @@ def _digits(rows: int) -> Call:
     return Call({"INPUT__0": x}, {"OUTPUT__0": module(torch.from_numpy(x)).detach().numpy()})
 
 
-_NESTED_SHORT = {"x": "x", "z": "z", "a": "ARGS[1][a][0]", "b": "ARGS[1][a][1]"}
-
-
-def _examples(state: dict[str, Tensor]) -> Writer:
-    return scenarios.safe(state, "example_inputs.safetensors")
-
-
-# The refusals that a real server runs, too: what ends the process that completes a config.
-COMPLETED = (
-    Scenario(
+TABLE = (
+    _nested(
+        "torchscript_nested",
+        scenarios.script(NestedScript()),
+        "ARGS[1][1][1] ARGS[1][0] ARGS[0] ARGS[1][1][0] scale",
+        {"RESULT[1][1][0]": _Z, "RESULT[0]": _TOTAL, "OUTPUT__1": _X},
+    ),
+    _nested("module_nested", scenarios.python(Nested), _NESTED_INPUTS, _NESTED_OUT),
+    _nested("export_nested", _save_program, _NESTED_INPUTS, _NESTED_OUT),
+    _nested(
         "complete_export_nested",
-        _write("export", "nested"),
+        _save_program,
+        "ARGS[1][a][1] z x ARGS[1][a][0] scale",
+        {"total": _TOTAL, "OUTPUT__1": _X, "OUTPUT__2": _Z},
         BARE,
-        (
-            Call(
-                _nested_values(_NESTED_SHORT, "scale"),
-                {"total": _TOTAL, "OUTPUT__1": _A, "OUTPUT__2": _B},
-            ),
-        ),
     ),
     Scenario(
-        "complete_aoti",
-        scenarios.both(_PACKAGE, _examples({"INPUT__0": torch.rand(2, 1, 8, 8)})),
-        BARE,
-        tuple(_digits(rows) for rows in (1, 3, 8)),
-    ),
-    Scenario(
-        "complete_torchscript",
-        scenarios.both(_write("torchscript", "one"), _examples({"x": torch.rand(2, 4)})),
-        BARE,
-        _ONE_NAMED,
+        "torchscript_strings",
+        scenarios.script(Texts()),
+        config({"texts": ["STRING", 1]}, {"OUTPUT__0": ["INT64", 1], "OUTPUT__1": ["STRING", 1]}),
+        (_not_text(Refused(500, ("forward() raised UnicodeDecodeError",))), _said("z", "ab")),
     ),
     Scenario(
         "complete_strings",
         scenarios.text(models.source(Texts) + _EXAMPLE_TEXTS),
         BARE,
         (
-            Call(
-                {"texts": scenarios.strings(["z"])},
-                {"OUTPUT__0": np.array([[1]]), "OUTPUT__1": scenarios.strings([b"z!"])},
-            ),
+            _said("a", "bcd", "ef"),
+            _not_text(Refused(400, ("input 'texts' is not UTF-8",))),
+            _said("z"),
         ),
     ),
-    Scenario(
-        "complete_outputs_only",
+    Scenario(  # AOTInductor's, which takes any number of rows
+        "complete_aoti",
         scenarios.both(
-            scenarios.text(models.source(One) + _EXAMPLE_FUNCTION),
-            scenarios.safe(_ONE.state_dict()),
+            scenarios.raw((_DIGITS / "digits_aoti/1/model.pt2").read_bytes(), "model.pt2"),
+            scenarios.safe({"INPUT__0": torch.rand(2, 1, 8, 8)}, "example_inputs.safetensors"),
         ),
-        BARE + "max_batch_size: 8\n" + tensor("input", "x", [4]),
-        _ONE_NAMED,
+        BARE,
+        tuple(_digits(rows) for rows in (1, 3, 8)),
     ),
     scenarios.refused(
         "complete_without_examples",
-        scenarios.python(One),
-        BARE + scenarios.option("WEIGHTS", "none"),
+        scenarios.python(models.Negate),
+        BARE,
         "config.pbtxt lists no inputs, and",
         "expected example_inputs.safetensors",
     ),
-    scenarios.refused(
+    scenarios.refused(  # it ends the process that completes its config
         "complete_crashes",
         scenarios.text("import ctypes\n\nctypes.string_at(0)\n"),
         BARE,
         "trying the model ended the process with SIGSEGV",
     ),
-)
-
-
-# Types that the artifact contradicts.
-_WITHOUT_WARMUP = scenarios.option("WARMUP", "false")
-CONTRADICTED = (
+    # A type that the artifact contradicts.
     scenarios.refused(
         "torchscript_of_strings",
-        _write("torchscript", "one"),
-        _ONE_CONFIG.replace("TYPE_FP32", "TYPE_STRING", 1) + _WITHOUT_WARMUP,
+        scenarios.script(models.Negate()),
+        config({"x": ["STRING", 4]}, {"y": [4]}, parameters={"WARMUP": "false"}),
         "input 'x' is BYTES, and forward() takes a tensor",
     ),
-)
-
-
-TABLE = (
-    *(_scenario(kind, name) for name, case in CASES.items() for kind in case.kinds),
-    *COMPLETED,
-    *CONTRADICTED,
 )

@@ -210,10 +210,6 @@ class BFloat(nn.Module):
         return x * self.weight
 
 
-def negative_and_mean(x: Tensor) -> dict[str, Tensor]:
-    return {"y": -x, "mean": x.mean()}
-
-
 def mirror(x: Tensor, b: Tensor) -> dict[str, Tensor]:
     return {"x": x, "b": b, "y": -x}
 

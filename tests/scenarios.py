@@ -190,21 +190,14 @@ def affine(**keywords: int) -> models.Affine:
     return models.Affine(**keywords)
 
 
-_A, _B, _X = floats(3, 4), floats(3, 4, seed=1), floats(2, 4, seed=2)
-_X_TO_Y = config({"x": [4]}, {"y": [4]})
-_X_TO_3 = config({"x": [4]}, {"y": [3]})
-# Requests that are sent at once are to be one batch.
-TOGETHER = "dynamic_batching { max_queue_delay_microseconds: 200000 }\n"
-_AFFINE = Call({"x": _X}, {"y": eager(affine(), x=_X)})
-
-
 def x_to_y(y: int = 4, **parameters: str) -> str:
     return config({"x": [4]}, {"y": [y]}, parameters=parameters)
 
 
-class _Swapped(nn.Module):
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return a - b, a + b
+_A, _B, _X = floats(3, 4), floats(3, 4, seed=1), floats(2, 4, seed=2)
+_X_TO_Y = x_to_y()
+# Requests that are sent at once are to be one batch.
+TOGETHER = "dynamic_batching { max_queue_delay_microseconds: 200000 }\n"
 
 
 NAMES = (
@@ -220,13 +213,16 @@ NAMES = (
         config({"INPUT1": [4], "INPUT0": [4]}, {"OUTPUT__1": [4], "OUTPUT__0": [4]}),
         (Call({"INPUT0": _A, "INPUT1": _B}, {"OUTPUT__0": _A + _B, "OUTPUT__1": _A - _B}),),
     ),
-    Scenario(
-        "script_by_index",
-        script(_Swapped()),
-        config({"IN__1": [4], "IN__0": [4]}, {"OUT__1": [4], "OUT__0": [4]})
+    Scenario(  # other dims are sent, as by LibTorch
+        "script_by_index_of_other_dims",
+        script(models.AddSub()),
+        config({"IN__1": [4], "IN__0": [4]}, {"OUT__1": [-1], "OUT__0": [2, 2]})
         + option("TORCH_COMPILE_OPTIONAL_PARAMETERS", "{}"),
-        (Call({"IN__0": _A, "IN__1": _B}, {"OUT__0": _A - _B, "OUT__1": _A + _B}),),
-        logs=("TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on TorchScript",),
+        (Call({"IN__0": _A, "IN__1": _B}, {"OUT__0": _A + _B, "OUT__1": _A - _B}),),
+        logs=(
+            "TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on TorchScript",
+            "output 'OUT__0' is [8, 4], and config.pbtxt says [-1, 2, 2]",
+        ),
     ),
     Scenario(  # LibTorch does not know the fields of a tuple
         "script_named_tuple_in_order",
@@ -235,19 +231,9 @@ NAMES = (
         (Call({"x": _X}, {"a": _X + 1, "b": _X + 2}),),
         logs=("the output names a, b are no fields of the result; they are taken in its order",),
     ),
-    Scenario(  # as LibTorch serves it
-        "script_of_other_dims",
-        script(models.AddSub()),
-        config({"INPUT0": [4], "INPUT1": [4]}, {"OUTPUT__0": [2, 2], "OUTPUT__1": [-1]}),
-        (Call({"INPUT0": _A, "INPUT1": _B}, {"OUTPUT__0": _A + _B, "OUTPUT__1": _A - _B}),),
-        logs=("output 'OUTPUT__0' is [8, 4], and config.pbtxt says [-1, 2, 2]",),
-    ),
 )
 
 FILES = (
-    Scenario(
-        "module_pt", both(python(models.Affine), saved(affine().state_dict())), _X_TO_3, (_AFFINE,)
-    ),
     Scenario(
         "module_class_and_kwargs",
         both(
@@ -257,8 +243,8 @@ FILES = (
         x_to_y(5, MODEL_CLASS="Affine", MODEL_KWARGS='{"out": 5}', WEIGHTS="big.pth"),
         (Call({"x": _X}, {"y": eager(affine(out=5), x=_X)}),),
     ),
-    Scenario(
-        "extra_state",
+    Scenario(  # with an entry that is no tensor
+        "module_pt",
         both(python(models.Factor), saved(models.Factor(3.0).state_dict())),
         _X_TO_Y,
         (Call({"x": _X}, {"y": 6 * _X}),),
@@ -289,12 +275,6 @@ _OUTPUTS = {
 }
 
 BATCHES = (
-    Scenario(
-        "unbatched",
-        python(models.negative_and_mean),
-        config({"x": [2, 4]}, {"y": [2, 4], "mean": [1]}, max_batch_size=0),
-        (Call({"x": _X}, {"y": -_X, "mean": _X.mean(keepdims=True)[0]}),),
-    ),
     Scenario(
         "sizes",
         python(models.mirror),
@@ -824,38 +804,20 @@ def _accumulates(text: str) -> str:
     return config({"x": [4]}, {"y": [4]}, more=text)
 
 
-def _signals(corrid: str, name: int, strategy: str) -> Scenario:
-    types = {"start": "INT32", "end": "FP32", "ready": "BOOL", "corrid": corrid}
-    controls = (
-        control("START", "START", "int32_false_true: [0, 1]")
-        + control("END", "END", "fp32_false_true: [0, 1]")
-        + control("READY", "READY", "bool_false_true: [false, true]")
-        + control("CORRID", "CORRID", f"data_type: TYPE_{corrid}")
-    )
-
-    def call(turn: Turn) -> Call:
-        told = {
-            "start": np.array([[turn.starts]], np.int32),
-            "end": np.array([[turn.ends]], np.float32),
-            "ready": np.array([[True]]),
-            "corrid": np.array([[name]], corrid.lower()),
-        }
-        return Call({"x": _row(1)}, told, turn=turn)
-
-    flags = ((True, False), (False, False), (False, True), (True, True))
-    return Scenario(
-        f"signals_{corrid.lower()}_{strategy.split(maxsplit=1)[0]}",
-        python(models.Signals),
-        config(
-            {"x": [4]},
-            {output: [kind, 1] for output, kind in types.items()},
-            more=sequencing(strategy=strategy, controls=controls),
-        ),
-        tuple(call(Turn(name, *pair)) for pair in flags),
-    )
+_SIGNALS = {"start": "INT32", "end": "FP32", "ready": "BOOL", "corrid": "UINT64"}
 
 
-_OLDEST = "oldest { max_candidate_sequences: 16 }"
+def _signaled(starts: bool, ends: bool) -> Call:
+    turn = Turn(2**40 + 5, starts, ends)
+    told = {
+        "start": np.array([[starts]], np.int32),
+        "end": np.array([[ends]], np.float32),
+        "ready": np.array([[True]]),
+        "corrid": np.array([[turn.id]], np.uint64),
+    }
+    return Call({"x": _row(1)}, told, turn=turn)
+
+
 _MINUS = Refused(500, ("ValueError: no -1",))
 # Each value gains 1 in every later step.
 _GROWS = steps(
@@ -945,8 +907,22 @@ SEQUENCES = (
         ),
         tuple(_GROWS),
     ),
-    _signals("UINT64", 2**40 + 5, "direct { }"),
-    _signals("INT32", 7, _OLDEST),
+    Scenario(
+        "signals_uint64_direct",
+        python(models.Signals),
+        config(
+            {"x": [4]},
+            {output: [kind, 1] for output, kind in _SIGNALS.items()},
+            more=sequencing(
+                strategy="direct { }",
+                controls=control("START", "START", "int32_false_true: [0, 1]")
+                + control("END", "END", "fp32_false_true: [0, 1]")
+                + control("READY", "READY", "bool_false_true: [false, true]")
+                + control("CORRID", "CORRID", "data_type: TYPE_UINT64"),
+            ),
+        ),
+        tuple(map(_signaled, (True, False, False, True), (False, False, True, True))),
+    ),
 )
 
 
@@ -977,7 +953,7 @@ LOAD_ERRORS = (
     refused("truncated", raw(_SCRIPTED.save_to_buffer()[:-300]), _X_TO_Y, "or a damaged one"),
     refused("syntax_error", text("import torch\n\ndef f(:\n"), _X_TO_Y, "(model.py, line 3)"),
     refused("several_classes", python(models.Negate, models.AddSub), _X_TO_Y, "MODEL_CLASS"),
-    refused("no_weights", python(models.Affine), _X_TO_3, 'WEIGHTS to "none"'),
+    refused("no_weights", python(models.Affine), x_to_y(3), 'WEIGHTS to "none"'),
     refused("list_error", text(_LISTS), _X_TO_Y, "no list of numbers"),
     _refused_state("state_of_another_shape", sequencing(state(dims="1")), "output 'sum' is"),
     _refused_state("state_file_missing", sequencing(state(initial='data_file: "b"')), "'b'"),

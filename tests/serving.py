@@ -48,7 +48,7 @@ _GRPC = {
 # Programs and packages are in test_digits.py, models without batches in test_repositories.py.
 _ON_SERVER = {
     "requests": (
-        "script_by_name", "function", "outputs", "prints_beyond_ascii", "every_type",
+        "script_by_name", "outputs", "prints_beyond_ascii", "every_type",
         "optional_inputs", "scalars", "bytes_in_rows", "compiled", "padded", "poison",
         "outputs_in_memory_used_again", "batch_inputs", "batch_output", "torchscript_nested",
     ),

@@ -110,7 +110,10 @@ def test_files_have_the_names_that_are_served_and_the_config_is_complete(
     command: str, files: str, size: int, more: dict[str, str], tmp_path: Path
 ) -> None:
     _write(tmp_path, _ARTIFACTS)
-    (tmp_path / "program.pt2").write_bytes(kinds._exported("one"))
+    if command.startswith("program"):
+        shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
+        program = torch.export.export(models.Affine(), (torch.rand(2, 4),), dynamic_shapes=shapes)
+        torch.export.save(program, tmp_path / "program.pt2")
     name = command.partition("--name=")[2].strip("'") or Path(command.split(maxsplit=1)[0]).stem
     _init(tmp_path, *shlex.split(command), "--repository=new/models")
     folder = tmp_path / "new" / "models" / name
