@@ -8,11 +8,18 @@ import build
 import pytest
 
 from torch_py_backend.config import dtypes, model_config
-from torch_py_backend.config.model_config import (
-    ModelConfig,
-    SequenceConfig,
-    State,
-)
+from torch_py_backend.config.model_config import ModelConfig, SequenceConfig, State
+
+# `enum DataType` of Triton's model_config.proto, without TYPE_INVALID.
+_TYPES = "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 STRING BF16"
+
+
+def test_names_of_types_are_those_of_triton() -> None:
+    """The row `every_type` of scenarios.py compares them with torch's."""
+    names = [dtype.config for dtype in dtypes.TABLE]
+    assert sorted(names) == sorted(f"TYPE_{name}" for name in _TYPES.split())
+    assert dtypes.parse("x", "TYPE_STRING") is dtypes.from_triton("BYTES")
+    assert [dtypes.config_name(f"torch.{one.torch}") for one in dtypes.TABLE[:-1]] == names[:-1]
 
 
 def parsed(**document: Any) -> ModelConfig:

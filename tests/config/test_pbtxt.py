@@ -69,7 +69,6 @@ def test_no_file_and_an_empty_one_have_triton_s_defaults(tmp_path: Path) -> None
         ("max_batch_size: 8\ninput [{ name: x }]\n", "2:"),
         ('backend: "pytorch_py"\nbatch_size: 8\n', 'named "batch_size"'),
         ("input [{ dims: [ 99999999999999999999 ] }]", "1:"),
-        ("max_batch_size: 1\nmax_batch_size: 2\n", "max_batch_size"),
         (b"PK\x03\x04\x00\xff", "utf-8"),
     ],
 )

@@ -26,7 +26,6 @@ from torch_py_backend.values import ANY_ROWS, Rows, Value
     [
         pytest.param(5, Rows(4, 4), [[0, 1, 2, 3], [4, 4, 4, 4]], id="the last filled up"),
         pytest.param(1, Rows(2, None), [[0, 0]], id="at least two"),
-        pytest.param(7, Rows(2, 4, (2, 4)), [[0, 1, 2, 3], [4, 5, 6, 6]], id="buckets"),
         pytest.param(5, Rows(2, 4, (2, 4)), [[0, 1, 2, 3], [4, 4]], id="two buckets"),
         pytest.param(0, Rows(4, 4), [[]], id="no rows"),
     ],
@@ -78,6 +77,6 @@ def test_rows_of_a_call(
 
 
 def test_buckets_that_the_model_does_not_take_are_refused() -> None:
-    config = build.config(max_batch_size=8, batch_buckets=(1, 2))
+    config = build.config(batch_buckets=(1, 2))
     with pytest.raises(ConfigError, match=r"BATCH_BUCKETS is 1, 2; expected .* 4 to 8"):
         batches.row_counts(config, Rows(4, 8), fixed=False)

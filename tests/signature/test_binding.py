@@ -211,7 +211,6 @@ def test_column_has_the_type_of_its_argument_and_parts_are_tensors() -> None:
         # a program gets its own tree
         (tree((0,)), "anything", "(anything) {}"),
         (TREE, "e, d, c, b, a", "(e, {z: d, a: [c, b]}) {scale: a}"),
-        (TWO, "y, x", "(x, y) {}"),
         (tree((0,), {"b": 0, "a": 0}, ["x"]), "a, KWARGS[b], x", "(x) {b: KWARGS[b], a: a}"),
         # a key that occurs twice; an argument before a key, and before a number
         (
