@@ -38,14 +38,10 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 class Rows(NamedTuple):
-    """How many rows one call of a model takes.
+    """How many rows one call of a model takes: from `least` to `most`, if there is a limit.
 
-    A program that was exported with a fixed batch size has least = most.
-
-    Attributes:
-        least: the smallest number.
-        most: the largest number; None: no limit.
-        buckets: the only allowed numbers, ascending; empty: all from least to most.
+    A program that was exported with a fixed batch size has least = most. Only the `buckets`, which
+    ascend, are allowed if there are any.
     """
 
     least: int = 1
@@ -69,13 +65,9 @@ ANY_ROWS = Rows()
 
 
 class Step(NamedTuple):
-    """A request's place in its sequence.
+    """A request's place in its sequence; with an ID of 0, or an empty one, it only fills a slot.
 
-    Attributes:
-        id: the correlation ID; 0 or an empty string: the request only fills a slot.
-        starts: whether it is the first step.
-        ends: whether it is the last step.
-        error: why the request cannot be read; its item is then empty.
+    `error` is why the request cannot be read; its item is then empty.
     """
 
     id: int | str

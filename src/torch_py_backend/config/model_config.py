@@ -40,7 +40,6 @@ class TensorSpec:
     Attributes:
         dims: its shape as the model sees it (after Triton's `reshape`), without the batch
             dimension; -1 means any size.
-        optional: a request may leave it out.
         ragged: Triton batches requests that differ in its shape.
         reshaped: the config has a `reshape`: its shape in requests differs from `dims`.
     """
@@ -71,11 +70,9 @@ class BatchInput(NamedTuple):
 
 
 class State(NamedTuple):
-    """A tensor that a step of a sequence passes to the next step.
+    """A tensor that a step of a sequence passes to the next step: an output, and then an input.
 
     Attributes:
-        input: the name of the input of forward().
-        output: the name of the output of the previous step.
         dims: its shape, without the batch dimension; -1 means any size.
         initial: its shape in the first step.
         file: the file with its bytes in the first step, in the folder `initial_state` of the model;

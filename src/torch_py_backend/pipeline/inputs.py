@@ -40,13 +40,9 @@ _MISSING = np.empty(())
 
 
 class Kind(NamedTuple):
-    """How the values of an input become a column, and the column an argument.
+    """How values, of `axes` dimensions, become a column, and the column an argument.
 
-    Attributes:
-        axes: the number of dimensions of a value in a batch.
-        keys: what the values of one call have in common.
-        gather: makes a column of the values of several items.
-        argument: what forward() gets of the column.
+    Each of `keys` is equal for the values of one call.
     """
 
     axes: int
@@ -349,12 +345,9 @@ def _bytes(text: str | bytes) -> bytes:
 
 
 class _Kind(NamedTuple):
-    """A kind of argument.
+    """A kind of argument: `make` makes it of one value, or a part of it of one string.
 
-    Attributes:
-        make: makes the argument of one value, or a part of it of one string.
-        accepts: how the names of Triton's types begin that it takes.
-        scalar: whether it is one value.
+    `accepts` is how the names of Triton's types begin that it takes.
     """
 
     make: _Make

@@ -28,14 +28,7 @@ MOST_GROWTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """How one input is padded.
-
-    Attributes:
-        axes: the axes to pad; the batch is axis 0.
-        value: the padding value.
-        left: whether to pad before the values, not after them.
-        multiple_of: round lengths up to a multiple of this.
-    """
+    """How one input is padded in `axes`, of which the batch is 0: before its values if `left`."""
 
     axes: tuple[int, ...]
     value: float

@@ -78,14 +78,7 @@ class Counts:
 
 
 class Group(NamedTuple):
-    """Items that share a call.
-
-    Attributes:
-        gather: makes columns of the items.
-        call: calls the model with columns.
-        items: the items.
-        places: the positions of the items among all entries of the run.
-    """
+    """Items that share a call; `places` are their positions among all entries of the run."""
 
     gather: Gather
     call: Call

@@ -70,13 +70,7 @@ VARIADIC = (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of forward().
-
-    Attributes:
-        required: it has no default.
-        type: its type; a tensor if it has no annotation.
-        nullable: its annotation allows None.
-    """
+    """An argument of forward(), a tensor without annotation; `nullable`: it may be None."""
 
     name: str
     required: bool = True
