@@ -40,7 +40,6 @@ def test_affinity_and_quota_limit_the_cores(
 @pytest.mark.parametrize(
     ("options", "instances", "variable", "expected"),
     [
-        ({}, 1, "", Threads(8, 8)),
         ({}, 3, "", Threads(2, 2)),
         ({}, 20, "", Threads(1, 1)),
         ({"num_interop_threads": 5}, 4, "", Threads(2, 5)),

@@ -42,9 +42,11 @@ def create(
 def test_values_get_the_length_of_the_longest_rounded_up(
     pad: Pad, lengths: list[int], expected: list[list[int]]
 ) -> None:
-    gathered = pad.gather([torch.ones(1, length, dtype=torch.int32) for length in lengths])
-    assert gathered.tolist() == expected
-    assert gathered.dtype is torch.int32
+    for make in (torch.ones, np.ones):
+        column = [make((1, length)) for length in lengths]
+        gathered = pad.gather(column)
+        assert gathered.tolist() == expected
+        assert gathered.dtype is torch.as_tensor(column[0]).dtype
     single = torch.ones(1, 8)
     assert pad.gather([single]) is not single, "forward() may change its shape"
 

@@ -104,7 +104,6 @@ def test_only_names_that_are_no_fields_are_warned_about(caplog: pytest.LogCaptur
         (TENSOR, ["o__1"], "the outputs o__1 do not fit what forward() returns, a Tensor"),
         (None, ["y", "z"], "a NoneType"),
         ((), ["y"], "a tuple"),
-        ({}, ["y"], "a dict"),
         (RESULTS["tuple"], list("abc"), "expected names among RESULT[0], RESULT[1], OUT"),
         (RESULTS["tuple"], ["o__1", "a"], "expected names among RESULT[0]"),
         (RESULTS["dict"], ["mean", "x"], "expected names among mean, deviation, RESULT[mean]"),
