@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import scenarios
 import torch
-from scenarios import BARE, Call, Refused, Scenario, Writer, both, config, floats, script, text
+from scenarios import Call, Refused, Scenario, Writer, both, config, floats, script, text
 
 _HEADER = "import torch\nfrom torch import Tensor, nn\n\n\n"
 
@@ -85,14 +85,6 @@ class Hooks:
     def postprocess(self, result: Tensor) -> dict:
         return {"total": result, "all": [float(result)] * 2}
 """
-EXAMPLES = (
-    COUNTS
-    + """
-
-def example_inputs():
-    return {"text": [["abc"], ["b"]]}
-"""
-)
 
 
 def model(code: str) -> Writer:
@@ -151,12 +143,16 @@ def _alone(name: str, total: float, **more: Any) -> Call:
     return Call(sent, {"total": told[:1], "all": told})
 
 
+def _refused(name: str, change: tuple[str, str], says: str) -> Scenario:
+    return scenarios.refused(name, model(COUNTS.replace(*change)), COUNTS_CONFIG, says)
+
+
 class _Doubles(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
 
-GOOD = (
+TABLE = (
     Scenario(
         "hooks_counts",
         model(COUNTS),
@@ -164,13 +160,6 @@ GOOD = (
         (_ONE, _TWO, _LOUD, _NO_LETTER, _CRASHES, _UNREAD, _NO_TEXT),
         logs=("postprocess() raised ValueError", "KeyError"),
         batches=((_ONE, _NO_LETTER, _TWO, _UNREAD, _LOUD, _CRASHES),),
-    ),
-    Scenario(
-        "hooks_of_examples",
-        model(EXAMPLES),
-        BARE,
-        (_TWO, _LOUD),
-        batches=((_ONE, _NO_LETTER, _TWO),),
     ),
     Scenario(
         "hooks_beside_torchscript",
@@ -207,25 +196,14 @@ GOOD = (
             _alone("", 1.5, scale=np.array([0.5], dtype=np.float32)),
         ),
     ),
+    _refused(
+        "hooks_unknown_argument",
+        ("text: str", "text: str, language: str"),
+        "no input feeds preprocess()'s argument language",
+    ),
+    _refused(
+        "hooks_wrong_signature",
+        ("result: Tensor, parameters", "result: Tensor, labels: list"),
+        "postprocess() in hooks.py fails at TypeError: missing a required argument: 'labels'",
+    ),
 )
-
-
-BAD = tuple(
-    Scenario(f"hooks_{name}", model(COUNTS.replace(old, new)), COUNTS_CONFIG, load_error=(says,))
-    for name, old, new, says in (
-        (
-            "unknown_argument",
-            "text: str",
-            "text: str, language: str",
-            "no input feeds preprocess()'s argument language",
-        ),
-        (
-            "wrong_signature",
-            "result: Tensor, parameters",
-            "result: Tensor, labels: list",
-            "postprocess() in hooks.py fails at TypeError: missing a required argument: 'labels'",
-        ),
-    )
-)
-
-TABLE = GOOD + BAD

@@ -234,6 +234,12 @@ NAMES = (
 )
 
 FILES = (
+    Scenario(  # with an entry that is no tensor
+        "module_pt",
+        both(python(models.Factor), saved(models.Factor(3.0).state_dict())),
+        _X_TO_Y,
+        (Call({"x": _X}, {"y": 6 * _X}),),
+    ),
     Scenario(
         "module_class_and_kwargs",
         both(
@@ -242,12 +248,6 @@ FILES = (
         ),
         x_to_y(5, MODEL_CLASS="Affine", MODEL_KWARGS='{"out": 5}', WEIGHTS="big.pth"),
         (Call({"x": _X}, {"y": eager(affine(out=5), x=_X)}),),
-    ),
-    Scenario(  # with an entry that is no tensor
-        "module_pt",
-        both(python(models.Factor), saved(models.Factor(3.0).state_dict())),
-        _X_TO_Y,
-        (Call({"x": _X}, {"y": 6 * _X}),),
     ),
     Scenario("function", python(models.double), _X_TO_Y, (Call({"x": _X}, {"y": 2 * _X}),)),
     Scenario(
@@ -276,19 +276,6 @@ _OUTPUTS = {
 
 BATCHES = (
     Scenario(
-        "sizes",
-        python(models.mirror),
-        config(
-            {"x": [-1, -1], "b": ["BF16", -1, -1]},
-            {"x": [-1, -1], "y": [-1, -1], "b": ["BF16", -1, -1]},
-            more="dynamic_batching { }\n",
-        ),
-        (
-            *(_mirrored(2, n, 3) for n in (1, 5, 9, 0)),
-            *(_mirrored(*shape) for shape in ((1, 0, 3), (2, 3, 0), (1, 0, 0), (8, 64, 64))),
-        ),
-    ),
-    Scenario(
         "outputs",
         python(models.Outputs),
         config(
@@ -301,6 +288,19 @@ BATCHES = (
             },
         ),
         (Call({"x": _X}, _OUTPUTS),),
+    ),
+    Scenario(
+        "sizes",
+        python(models.mirror),
+        config(
+            {"x": [-1, -1], "b": ["BF16", -1, -1]},
+            {"x": [-1, -1], "y": [-1, -1], "b": ["BF16", -1, -1]},
+            more="dynamic_batching { }\n",
+        ),
+        (
+            *(_mirrored(2, n, 3) for n in (1, 5, 9, 0)),
+            *(_mirrored(*shape) for shape in ((1, 0, 3), (2, 3, 0), (1, 0, 0), (8, 64, 64))),
+        ),
     ),
 )
 

@@ -48,14 +48,13 @@ _GRPC = {
 # Programs and packages are in test_digits.py, models without batches in test_repositories.py.
 _ON_SERVER = {
     "requests": (
-        "script_by_name", "outputs", "prints_beyond_ascii", "every_type",
-        "optional_inputs", "scalars", "bytes_in_rows", "compiled", "padded", "poison",
-        "outputs_in_memory_used_again", "batch_inputs", "batch_output", "torchscript_nested",
+        "outputs", "prints_beyond_ascii", "every_type", "optional_inputs", "bytes_in_rows",
+        "compiled", "padded", "poison", "outputs_in_memory_used_again", "batch_output",
     ),
     "sequences, hooks, completed and refused models": (
         "state_direct", "state_oldest", "states_of_strings_and_files", "signals_uint64_direct",
-        "hooks_counts", "operator_of_torchscript", "complete_export_nested", "complete_strings",
-        "complete_crashes", "syntax_error",
+        "hooks_counts", "operator_of_torchscript", "complete_export_nested", "complete_crashes",
+        "syntax_error",
     ),
 }  # fmt: skip
 _ALL = (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE, *registered.TABLE)

@@ -13,7 +13,6 @@ import fake_triton
 import hooked
 import instances
 import kinds
-import numpy as np
 import pytest
 import registered
 import scenarios
@@ -97,14 +96,9 @@ def _turns(calls: Sequence[Call]) -> list[list[Call]]:
     return turns
 
 
-class _Unreadable(fake_triton.Tensor):
-    def as_numpy(self) -> Any:
-        raise ValueError("the bytes do not match")
-
-
 def _request(call: Call, document: dict[str, Any], request_id: str) -> Any:
     if call is _UNREADABLE:
-        return fake_triton.InferenceRequest([_Unreadable("x", np.zeros((1, 1)))], request_id)
+        return instances.unreadable(request_id=request_id)
     turn = call.turn or fake_triton.Turn(0)
     return fake_triton.request(call.inputs, document, request_id, turn, call.parameters)
 

@@ -29,6 +29,8 @@ def told(rows: int) -> Tensor:
 _PLAIN = """\
 class Plain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
+        if bool((x < 0).any()):
+            raise ValueError("negative")
         return told(len(x))
 """
 # Of a request's own rows, before forward() and after it.
@@ -67,13 +69,6 @@ class Sum(nn.Module):
     def forward(self, x: Tensor, sum_in: Tensor) -> dict:
         return {"y": told(len(x)), "sum_out": sum_in + x}
 """
-_RAISES = """\
-class Raises(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if bool((x < 0).any()):
-            raise ValueError("negative")
-        return told(len(x))
-"""
 
 
 def _scenario(name: str, code: str, more: str = "") -> Scenario:
@@ -92,7 +87,6 @@ TABLE = {
         _scenario("yields", _YIELDS, _DECOUPLED),
         _scenario("steps", _STEPS, _DECOUPLED),
         _scenario("sums", _SUM, _SEQUENCES),
-        _scenario("raises", _RAISES),
     )
 }
 

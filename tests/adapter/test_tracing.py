@@ -74,7 +74,7 @@ def test_each_response_has_the_context_of_its_request(name: str, tmp_path: Path)
 
 
 def test_a_part_of_a_failed_batch_has_the_context_of_its_own_request(tmp_path: Path) -> None:
-    served = _Served(tmp_path, "raises")
+    served = _Served(tmp_path, "plain")
     bad = served.traced(*_SECOND, value=-1.0)
     refused, good = served.model.execute([bad, served.traced(*_FIRST)])
     assert refused.error() is not None
