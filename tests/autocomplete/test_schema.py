@@ -198,57 +198,53 @@ def test_invalid_examples(tmp_path: Path, examples: str | None, message: str) ->
         _describe(tmp_path)
 
 
-_HOOKS = (
-    _HEADER
-    + """
+_HOOKS = f"""{_HEADER}
+def example_inputs():
+    return {{name: torch.rand(2, 4) for name in "{{0}}"}}
+
+
 def forward(x):
     assert x.ndim == 2, "rows are required"
     return x[:, :3]
 
 
 class Hooks:
-    def {hook}:
-        return {prepared}
+"""
+_OF_TEXTS = """
+    def preprocess_batch(self, texts: list[str]):
+        return torch.ones(len(texts), 4)
 
     def postprocess(self, result):
-        return {finished}
-
-
-{example}
+        return {'label': str(len(result))}
 """
-)
-_ROW = {"hook": "preprocess(self, x)", "prepared": "x * 2", "finished": "result", "example": ""}
-_EXAMPLE = "def example_inputs():\n    return dict.fromkeys(('{}', '{}'), torch.rand(2, 4))"
 
 
 @pytest.mark.parametrize(
-    ("parts", "config", "described"),
+    ("example", "methods", "config", "described"),
     [
         (
-            {
-                "hook": "preprocess_batch(self, texts: list[str])",
-                "prepared": "torch.ones(len(texts), 4)",
-                "finished": "{'label': str(len(result))}",
-            },
+            "",
+            _OF_TEXTS,
             {"input": _listed("texts", 1, kind="STRING"), "max_batch_size": 2},
             "texts STRING [1] → label STRING [1] (2)",
         ),
         (
-            {"hook": "preprocess(self, x, m)", "example": _EXAMPLE.format("x", "m")},
+            "xm",
+            "    def preprocess(self, x, m): return x * 2\n",
             {},
             "x FP32 [4]; m FP32 [4] → OUTPUT__0 FP32 [3] (8)",
         ),
         (
-            {"prepared": "x.reshape(2, 4)", "example": _EXAMPLE.format("x", "x")},
+            "x",
+            "    def preprocess(self, x): return x.reshape(2, 4)\n",
             {},
             "x FP32 [2, 4] → OUTPUT__0 FP32 [2, 3] (0)",
         ),
     ],
-    ids=["listed", "example", "without-a-batch"],
 )
 def test_inputs_come_from_config_or_example_and_outputs_from_the_hooks(
-    parts: dict[str, str], config: dict[str, Any], described: str, tmp_path: Path
+    example: str, methods: str, config: dict[str, Any], described: str, tmp_path: Path
 ) -> None:
     (tmp_path / "1").mkdir()
-    scenarios.hooked(_HOOKS.format(**_ROW | parts))(tmp_path / "1")
+    scenarios.hooked(_HOOKS.replace("{0}", example) + methods)(tmp_path / "1")
     assert _describe(tmp_path, **config) == described

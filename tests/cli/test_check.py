@@ -39,7 +39,6 @@ _MODELS: dict[str, tuple[str, str]] = {
     "broken_config": ('backend: "pytorch_py"\ninput [{ name: }]\n', _NEGATE),
     "broken_source": (_COMPLETE, "def broken(:\n"),
     "raises": (_COMPLETE, _RAISES),
-    "raises_in_completion": (scenarios.BARE, _RAISES),
 }
 
 
@@ -56,8 +55,7 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_repository(here: None, tmp_path: Path) -> None:
-    models = _MODELS.keys() - {"raises"}
-    repository = _lay_out(tmp_path / "repository", *models)
+    repository = _lay_out(tmp_path / "repository", *_MODELS)
     (repository / "notes.txt").write_text("no model")
     (repository / "broken link").symlink_to("/no/such/model")
     done = run("check", "--json", "repository", cwd=tmp_path)
@@ -65,7 +63,7 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["environment"] == list(check.machine_problems())
     reports = {model["model"]: model for model in report["models"]}
-    assert list(reports) == sorted(models)
+    assert list(reports) == sorted(_MODELS)
     served = [name for name, model in reports.items() if "error" not in model]
     assert served == ["gaps [red] ü", "good", "other"]
     assert reports["other"] == {"model": "other", "skipped": "python"}
@@ -86,7 +84,7 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
         "misspelt": "names the backend 'pytorch-py'",
         "broken_config": "config.pbtxt cannot be read: 2:",
         "broken_source": "model.py fails at SyntaxError: invalid syntax (model.py, line 1)",
-        "raises_in_completion": "RuntimeError: mat1 and mat2 shapes",
+        "raises": "RuntimeError: mat1 and mat2 shapes",
     }.items():
         error = reports[name]["error"]
         assert error.startswith(f"model '{name}': ")

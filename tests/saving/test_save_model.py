@@ -37,6 +37,7 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _X = torch.rand(2, 4)
+_TWO = {"model_kwargs": {"width": 2}}
 
 
 def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
@@ -50,15 +51,22 @@ def _tensors(document: dict[str, Any], role: str) -> dict[str, list[int]]:
     return {entry["name"]: pbtxt.model_dims(entry) for entry in document[role]}
 
 
-_BOTH = ("module", "export")
-_Y = {"OUTPUT__0": [3]}
+# A format, or none, and the model's file.
+_SOURCE, _PROGRAM = {"module": "model.py"}, {"export": "model.pt2"}
+_BOTH = _SOURCE | _PROGRAM
+_X_ONLY, _Y = {"x": [4]}, {"OUTPUT__0": [3]}
 _DIMS = dict[str, list[int]]
 # Formats, a module, its example and other options, its inputs, outputs and max_batch_size.
 _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], _DIMS, _DIMS, int], ...] = (
-    (_BOTH, models.Affine, _X[:1], {"max_batch_size": 32}, {"x": [4]}, _Y, 32),
+    (_BOTH, models.Affine, _X[:1], {"max_batch_size": 32}, _X_ONLY, _Y, 32),
     (_BOTH, saved.Total, {"x": _X}, {}, {"x": [2, 4]}, {"OUTPUT__0": [1]}, 0),
     (_BOTH, models.Negate, torch.tensor(1.0), {}, {"x": [1]}, {"OUTPUT__0": [1]}, 0),
-    (("export",), saved.InPlace, _X, {}, {"x": [4]}, {"OUTPUT__0": [4]}, 8),
+    # By default it is source, if its class can be imported and builds it again.
+    ({None: "model.py"}, models.Affine, _X, {}, _X_ONLY, _Y, 8),
+    ({None: "model.py"}, lambda: models.Affine(2), _X[:, :2], _TWO, {"x": [2]}, _Y, 8),
+    ({None: "model.pt2"}, lambda: models.Affine(2), _X[:, :2], {}, {"x": [2]}, _Y, 8),
+    ({None: "model.pt2"}, lambda: nn.Linear(4, 3), _X, {}, {"input": [4]}, _Y, 8),
+    (_PROGRAM, saved.InPlace, _X, {}, _X_ONLY, {"OUTPUT__0": [4]}, 8),
     (
         _BOTH,
         saved.Nested,
@@ -69,7 +77,7 @@ _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], _DIMS, _D
         8,
     ),
     (
-        ("module",),
+        _SOURCE,
         saved.Keys,
         ({"a": _X, "b": torch.rand(2, 3)},),
         {},
@@ -90,22 +98,25 @@ _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], _DIMS, _D
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), [(kind, case) for kinds, *case in _CASES for kind in kinds]
+    ("kind", "file", "case"), [(*item, case) for kinds, *case in _CASES for item in kinds.items()]
 )
 def test_config_has_the_tensors_and_the_batch_of_the_module(
-    kind: Any, case: Any, tmp_path: Path
+    kind: Any, file: str, case: Any, tmp_path: Path
 ) -> None:
     """The module and the example do not change, also if it writes into its inputs."""
     build, example, options, inputs, outputs, rows = case
     module, before = build().train(), copy.deepcopy(example)
     part = next(module.children(), module).eval()
-    options |= {"parameters": {"CHECK_FINITE": True, "NUM_THREADS": "1"}}
-    document = _saved(tmp_path, module, format=kind, example_inputs=example, **options)
+    parameters = {"CHECK_FINITE": True, "NUM_THREADS": "1"}
+    options = {**options, "format": kind, "example_inputs": example, "parameters": parameters}
+    document = _saved(tmp_path, module, **options)
+    version = tmp_path / "models" / "net" / "1"
+    assert (version / file).exists()
+    assert (version / "model.safetensors").exists() == (file == "model.py")
     assert document["parameters"]["CHECK_FINITE"]["string_value"] == "true"
     assert (_tensors(document, "input"), _tensors(document, "output")) == (inputs, outputs)
     assert document["max_batch_size"] == rows
-    file = tmp_path / "models" / "net" / "1" / "example_inputs.safetensors"
-    written = safetensors.torch.load_file(file)
+    written = safetensors.torch.load_file(version / "example_inputs.safetensors")
     assert written.keys() == inputs.keys()
     leaves = torch.utils._pytree.tree_leaves
     for value, *others in zip(written.values(), leaves(example), leaves(before), strict=True):
@@ -135,24 +146,6 @@ def test_package_takes_a_row_unless_its_other_sizes_need_a_check(
     is_any = not more["inductor_configs"].get("aot_inductor.check_lowerbound", True)
     assert is_any is (width is None)
     assert min(sizes.lower for sizes in program.range_constraints.values()) == 1 or not is_any
-
-
-@pytest.mark.parametrize(
-    ("build", "options", "file"),
-    [
-        (models.Affine, {}, "model.py"),
-        (lambda: models.Affine(4, 5), {"model_kwargs": {"out": 5}}, "model.py"),
-        (lambda: models.Affine(4, 5), {}, "model.pt2"),
-        (lambda: nn.Linear(4, 3), {}, "model.pt2"),
-    ],
-)
-def test_source_is_preferred_and_what_its_class_does_not_build_again_is_exported(
-    build: Callable[[], nn.Module], options: dict[str, Any], file: str, tmp_path: Path
-) -> None:
-    _saved(tmp_path, build(), example_inputs=_X, **options)
-    files = {path.name for path in (tmp_path / "models" / "net" / "1").iterdir()}
-    assert file in files
-    assert ("model.safetensors" in files) == (file == "model.py")
 
 
 _SMALL: dict[str, Any] = {
