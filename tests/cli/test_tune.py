@@ -26,13 +26,7 @@ _SETTING = 'parameters {{ key: "OPTIMIZE" value {{ string_value: "{}" }} }}\n'
 
 
 def _tune(
-    folder: Path,
-    patch: pytest.MonkeyPatch,
-    *options: str,
-    text: str = _CONFIG,
-    kind: str = "TORCHSCRIPT",
-    speed: float = 2.0,
-    error: float = 0.0,
+    folder: Path, patch: pytest.MonkeyPatch, *options: str, text: str = _CONFIG, **given: Any
 ) -> str:
     """Return what is printed. The speed and the error are those of `freeze`."""
 
@@ -43,14 +37,15 @@ def _tune(
         optimize = parameters.get("OPTIMIZE", {}).get("string_value", "")
         if optimize == "channels_last":
             raise LoadError("it hangs [/]")
-        gain = speed if optimize == "freeze" else 1.0
+        is_fast = optimize == "freeze"
+        gain = given.get("speed", 2.0) if is_fast else 1.0
         return {
-            "kind": kind,
+            "kind": given.get("kind", "TORCHSCRIPT"),
             "ms": 1 / gain,
             "rows_per_s": 2000 * gain,
             "gains": [gain, gain],
             "ready_s": 1.0,
-            "error": error if optimize == "freeze" else 0.0,
+            "error": given.get("error", 0.0) if is_fast else 0.0,
         }
 
     patch.setattr(child_process, "run", run)
