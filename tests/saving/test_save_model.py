@@ -38,6 +38,9 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 _X = torch.rand(2, 4)
 _TWO = {"model_kwargs": {"width": 2}}
+_KEYS = {"a": _X, "b": torch.rand(2, 3)}
+_IDS = {"ids": torch.randint(0, 20, (2, 5))}
+_DYNAMIC = {"dynamic_shapes": {"ids": {0: Dim("batch"), 1: Dim("length")}}}
 
 
 def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
@@ -47,53 +50,38 @@ def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
     return pbtxt.read(path)
 
 
-def _tensors(document: dict[str, Any], role: str) -> dict[str, list[int]]:
-    return {entry["name"]: pbtxt.model_dims(entry) for entry in document[role]}
+def _described(document: dict[str, Any]) -> str:
+    """Return the inputs, outputs and max_batch_size of a config."""
+    inputs, outputs = (
+        ", ".join(f"{entry['name']} {pbtxt.model_dims(entry)}" for entry in document[role])
+        for role in ("input", "output")
+    )
+    return f"{inputs} → {outputs} ({document['max_batch_size']})"
 
 
 # A format, or none, and the model's file.
 _SOURCE, _PROGRAM = {"module": "model.py"}, {"export": "model.pt2"}
 _BOTH = _SOURCE | _PROGRAM
-_X_ONLY, _Y = {"x": [4]}, {"OUTPUT__0": [3]}
-_DIMS = dict[str, list[int]]
-# Formats, a module, its example and other options, its inputs, outputs and max_batch_size.
-_CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], _DIMS, _DIMS, int], ...] = (
-    (_BOTH, models.Affine, _X[:1], {"max_batch_size": 32}, _X_ONLY, _Y, 32),
-    (_BOTH, saved.Total, {"x": _X}, {}, {"x": [2, 4]}, {"OUTPUT__0": [1]}, 0),
-    (_BOTH, models.Negate, torch.tensor(1.0), {}, {"x": [1]}, {"OUTPUT__0": [1]}, 0),
+# Formats, a module, its example and other options, and the config.
+_CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], str], ...] = (
+    (_BOTH, models.Affine, _X[:1], {"max_batch_size": 32}, "x [4] → OUTPUT__0 [3] (32)"),
+    (_BOTH, saved.Total, {"x": _X}, {}, "x [2, 4] → OUTPUT__0 [1] (0)"),
+    (_BOTH, models.Negate, torch.tensor(1.0), {}, "x [1] → OUTPUT__0 [1] (0)"),
     # By default it is source, if its class can be imported and builds it again.
-    ({None: "model.py"}, models.Affine, _X, {}, _X_ONLY, _Y, 8),
-    ({None: "model.py"}, lambda: models.Affine(2), _X[:, :2], _TWO, {"x": [2]}, _Y, 8),
-    ({None: "model.pt2"}, lambda: models.Affine(2), _X[:, :2], {}, {"x": [2]}, _Y, 8),
-    ({None: "model.pt2"}, lambda: nn.Linear(4, 3), _X, {}, {"input": [4]}, _Y, 8),
-    (_PROGRAM, saved.InPlace, _X, {}, _X_ONLY, {"OUTPUT__0": [4]}, 8),
+    ({None: "model.py"}, models.Affine, _X, {}, "x [4] → OUTPUT__0 [3] (8)"),
+    ({None: "model.py"}, lambda: models.Affine(2), _X[:, :2], _TWO, "x [2] → OUTPUT__0 [3] (8)"),
+    ({None: "model.pt2"}, lambda: models.Affine(2), _X[:, :2], {}, "x [2] → OUTPUT__0 [3] (8)"),
+    ({None: "model.pt2"}, lambda: nn.Linear(4, 3), _X, {}, "input [4] → OUTPUT__0 [3] (8)"),
+    (_PROGRAM, saved.InPlace, _X, {}, "x [4] → OUTPUT__0 [4] (8)"),
     (
         _BOTH,
         saved.Nested,
         (_X, {"bias": _X}, (_X, _X)),
         {},
-        {"x": [4], "KWARGS[extra][bias]": [4], "KWARGS[pair][0]": [4], "KWARGS[pair][1]": [4]},
-        {"y": [4]},
-        8,
+        "x [4], KWARGS[extra][bias] [4], KWARGS[pair][0] [4], KWARGS[pair][1] [4] → y [4] (8)",
     ),
-    (
-        _SOURCE,
-        saved.Keys,
-        ({"a": _X, "b": torch.rand(2, 3)},),
-        {},
-        {"a": [4], "b": [3]},
-        {"double": [4], "first": [1]},
-        8,
-    ),
-    (
-        _BOTH,
-        saved.Tied,
-        {"ids": torch.randint(0, 20, (2, 5))},
-        {"dynamic_shapes": {"ids": {0: Dim("batch"), 1: Dim("length")}}},
-        {"ids": [-1]},
-        {"OUTPUT__0": [-1, 20], "OUTPUT__1": []},
-        8,
-    ),
+    (_SOURCE, saved.Keys, (_KEYS,), {}, "a [4], b [3] → double [4], first [1] (8)"),
+    (_BOTH, saved.Tied, _IDS, _DYNAMIC, "ids [-1] → OUTPUT__0 [-1, 20], OUTPUT__1 [] (8)"),
 )
 
 
@@ -104,7 +92,7 @@ def test_config_has_the_tensors_and_the_batch_of_the_module(
     kind: Any, file: str, case: Any, tmp_path: Path
 ) -> None:
     """The module and the example do not change, also if it writes into its inputs."""
-    build, example, options, inputs, outputs, rows = case
+    build, example, options, described = case
     module, before = build().train(), copy.deepcopy(example)
     part = next(module.children(), module).eval()
     parameters = {"CHECK_FINITE": True, "NUM_THREADS": "1"}
@@ -114,10 +102,9 @@ def test_config_has_the_tensors_and_the_batch_of_the_module(
     assert (version / file).exists()
     assert (version / "model.safetensors").exists() == (file == "model.py")
     assert document["parameters"]["CHECK_FINITE"]["string_value"] == "true"
-    assert (_tensors(document, "input"), _tensors(document, "output")) == (inputs, outputs)
-    assert document["max_batch_size"] == rows
+    assert _described(document) == described
     written = safetensors.torch.load_file(version / "example_inputs.safetensors")
-    assert written.keys() == inputs.keys()
+    assert {*written} == {entry["name"] for entry in document["input"]}
     leaves = torch.utils._pytree.tree_leaves
     for value, *others in zip(written.values(), leaves(example), leaves(before), strict=True):
         assert all(torch.equal(value, torch.atleast_1d(other)) for other in others)
@@ -128,7 +115,7 @@ def test_rows_that_depend_on_each_other_are_no_batch(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="rows that do not depend on each other"):
         _saved(tmp_path, saved.Running(), example_inputs=_X[:1], format="module")
     document = _saved(tmp_path, saved.Running(), example_inputs=_X[:1], max_batch_size=0)
-    assert _tensors(document, "input") == {"x": [1, 4]}
+    assert _described(document) == "x [1, 4] → OUTPUT__0 [1, 4] (0)"
 
 
 @pytest.mark.parametrize("width", [None, Dim("width")], ids=["rows", "rows and width"])
@@ -173,31 +160,27 @@ def _vit() -> tuple[Any, Any]:
 _TEXTS = {"hooks": models.Measure, "example_inputs": {"text": ["a", "longer"]}}
 _BYTES = {"hooks": saved.Bytes, "example_inputs": {"data": [b"\x00\xff\x10\x80"]}}
 _LABELS = {"hooks": saved.Labels, "example_inputs": {"text": ["a", "a b"]}}
-_ANY_LENGTH = {"last_hidden_state": [-1, 16], "pooler_output": [16]}
+_ANY_LENGTH = "last_hidden_state [-1, 16], pooler_output [16]"
+_CLASSIFIER = "BertForSequenceClassification"
 
 
 @pytest.mark.parametrize(
     ("build", "options", "outputs", "written"),
     [
-        (None, _TEXTS, {"label": [], "scores": [3]}, "'text': [['a'], ['longer']]"),
-        (None, _BYTES, {"OUTPUT__0": [3]}, r"'data': [[b'\x00\xff\x10\x80']]"),
+        (None, _TEXTS, "label [], scores [3]", "'text': [['a'], ['longer']]"),
+        (None, _BYTES, "OUTPUT__0 [3]", r"'data': [[b'\x00\xff\x10\x80']]"),
         (lambda: _bert("BertModel"), {}, _ANY_LENGTH, "'text': [['a text']"),
-        (
-            lambda: _bert("BertForSequenceClassification"),
-            _LABELS,
-            {"label": [], "share": []},
-            "'text': [['a'], ['a b']]",
-        ),
-        (_vit, {}, {"logits": [2]}, "'image': [[b'"),
+        (lambda: _bert(_CLASSIFIER), _LABELS, "label [], share []", "'text': [['a'], ['a b']]"),
+        (_vit, {}, "logits [2]", "'image': [[b'"),
     ],
 )
 def test_hooks_are_written_beside_the_model_with_the_example_and_the_processor(
-    build: Any, options: dict[str, Any], outputs: _DIMS, written: str, tmp_path: Path
+    build: Any, options: dict[str, Any], outputs: str, written: str, tmp_path: Path
 ) -> None:
     module, processor = build() if build else (models.Affine(), None)
     document = _saved(tmp_path, module, processor=processor, **options)
-    assert _tensors(document, "input") == {written.split("'")[1]: [1]}
-    assert _tensors(document, "output") == outputs
+    name = written.split("'")[1]
+    assert _described(document) == f"{name} [1] → {outputs} (8)"
     version = tmp_path / "models" / "net" / "1"
     assert written in (version / "hooks.py").read_text()
     assert all(path.stat().st_mode & 0o044 for path in version.iterdir())
@@ -275,9 +258,8 @@ def test_model_without_a_tokenizer_takes_tokens_of_any_number_and_returns_no_cac
     settings = {"vocab_size": 9, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
     document = _saved(tmp_path, model, example_inputs=tokens)
-    assert _tensors(document, "input") == {"input_ids": [-1], "attention_mask": [-1]}
+    assert _described(document) == "input_ids [-1], attention_mask [-1] → logits [-1, 9] (8)"
     assert [entry["optional"] for entry in document["input"]] == [False, True]
-    assert _tensors(document, "output") == {"logits": [-1, 9]}
 
 
 _FLOAT = (_X, {"bias": 1.0}, (_X, _X))
