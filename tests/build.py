@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.config import dtypes
+from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.options import Options
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
@@ -75,6 +75,18 @@ def arguments(**document: Any) -> dict[str, str]:
         "model_instance_kind": "CPU",
         "model_instance_device_id": "0",
     }
+
+
+def described(document: dict[str, Any]) -> str:
+    """The inputs, outputs and max_batch_size of a config in one line; types other than FP32."""
+    inputs, outputs = (
+        ", ".join(
+            f"{entry['name']} {entry['data_type'][5:]} {pbtxt.model_dims(entry)}"
+            for entry in document[role]
+        )
+        for role in ("input", "output")
+    )
+    return f"{inputs} → {outputs} ({document['max_batch_size']})".replace(" FP32", "")
 
 
 def _tensor(name: str) -> dict[str, Any]:

@@ -36,15 +36,7 @@ _HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
 def _describe(folder: Path, **document: Any) -> str:
     """Return the inputs, outputs and max_batch_size of a model."""
     arguments = build.arguments(**{"input": [], "output": [], "max_batch_size": 0} | document)
-    described = schema.describe(arguments | {"model_repository": str(folder)})
-    inputs, outputs = (
-        "; ".join(
-            f"{entry['name']} {entry['data_type'].removeprefix('TYPE_')} {entry['dims']}"
-            for entry in described[role]
-        )
-        for role in ("input", "output")
-    )
-    return f"{inputs} → {outputs} ({described['max_batch_size']})"
+    return build.described(schema.describe(arguments | {"model_repository": str(folder)}))
 
 
 class _Typed(nn.Module):
@@ -54,15 +46,15 @@ class _Typed(nn.Module):
 
 
 _LISTED = [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1, -1, 4]}]
-_OUT = "sum FP32 {0}-1, 4]; OUTPUT__3 BOOL {0}1]; OUTPUT__4 BF16 {0}-1, 4]"
+_OUT = "sum {0}-1, 4], OUTPUT__3 BOOL {0}1], OUTPUT__4 BF16 {0}-1, 4]"
 
 
 @pytest.mark.parametrize(
     ("document", "described"),
     [
-        ({}, f"x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1] → {_OUT.format('[')} (64)"),
+        ({}, f"x [-1, 4], ids INT64 [-1], mask BOOL [1] → {_OUT.format('[')} (64)"),
         # Without a batch dimension, if the inputs are listed.
-        ({"input": _LISTED}, f"x FP32 [-1, -1, 4] → {_OUT.format('[-1, ')} (0)"),
+        ({"input": _LISTED}, f"x [-1, -1, 4] → {_OUT.format('[-1, ')} (0)"),
     ],
     ids=["batch", "listed"],
 )
@@ -147,13 +139,13 @@ _TEXTS = "np.array([['a', 'b'], ['c', 'd']])"
 @pytest.mark.parametrize(
     ("body", "example", "described"),
     [
-        ("x * 2", "torch.rand(1, 4)", "x FP32 [4] → OUTPUT__0 FP32 [4] (8)"),
-        ("x.repeat(2, 1)", _FOUR, "x FP32 [2, 4] → OUTPUT__0 FP32 [4, 4] (0)"),
-        ("x, x.mean(0)", _FOUR, "x FP32 [2, 4] → OUTPUT__0 FP32 [2, 4]; OUTPUT__1 FP32 [4] (0)"),
-        ("{'a': x, 'i': x.argmax(1)}", _GRAD, "x FP32 [4] → a FP32 [4]; i INT64 [1] (8)"),
-        ("float(x.sum())", "torch.rand(2)", "x FP32 [2] → OUTPUT__0 FP32 [1] (0)"),
-        ("x @ t", _TWO, "x FP32 [2, 4]; t FP32 [4, 2] → OUTPUT__0 FP32 [2, 2] (0)"),
-        ("torch.ones(len(texts) // 2)", _TEXTS, "x STRING [2] → OUTPUT__0 FP32 [1] (8)"),
+        ("x * 2", "torch.rand(1, 4)", "x [4] → OUTPUT__0 [4] (8)"),
+        ("x.repeat(2, 1)", _FOUR, "x [2, 4] → OUTPUT__0 [4, 4] (0)"),
+        ("x, x.mean(0)", _FOUR, "x [2, 4] → OUTPUT__0 [2, 4], OUTPUT__1 [4] (0)"),
+        ("{'a': x, 'i': x.argmax(1)}", _GRAD, "x [4] → a [4], i INT64 [] (8)"),
+        ("float(x.sum())", "torch.rand(2)", "x [2] → OUTPUT__0 [1] (0)"),
+        ("x @ t", _TWO, "x [2, 4], t [4, 2] → OUTPUT__0 [2, 2] (0)"),
+        ("torch.ones(len(texts) // 2)", _TEXTS, "x STRING [2] → OUTPUT__0 [] (8)"),
     ],
 )
 def test_tensors_are_those_of_the_example_and_a_batch_grows_with_it(
@@ -165,18 +157,18 @@ def test_tensors_are_those_of_the_example_and_a_batch_grows_with_it(
 
 def test_what_config_pbtxt_lists_is_kept(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _function("x[1:]", f"{{'x': {_FOUR}}}"))
-    assert _describe(tmp_path, output=_listed("z", 3)) == "x FP32 [2, 4] → z FP32 [3] (0)"
-    assert _describe(tmp_path, max_batch_size=16) == "x FP32 [4] → OUTPUT__0 FP32 [4] (16)"
+    assert _describe(tmp_path, output=_listed("z", 3)) == "x [2, 4] → z [3] (0)"
+    assert _describe(tmp_path, max_batch_size=16) == "x [4] → OUTPUT__0 [4] (16)"
     # Without a batch dimension, as inputs are listed.
     described = _describe(tmp_path, input=_listed("x", -1, 4))
-    assert described == "x FP32 [-1, 4] → OUTPUT__0 FP32 [-1, 4] (0)"
+    assert described == "x [-1, 4] → OUTPUT__0 [-1, 4] (0)"
 
 
 def test_file_of_examples_comes_before_a_function(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _function("x[:, :3]", "1 / 0"))
     examples = safetensors.torch.save({"x": torch.rand(2, 4)})
     build.write(tmp_path, "example_inputs.safetensors", examples)
-    assert _describe(tmp_path) == "x FP32 [4] → OUTPUT__0 FP32 [3] (8)"
+    assert _describe(tmp_path) == "x [4] → OUTPUT__0 [3] (8)"
 
 
 @pytest.mark.parametrize(
@@ -226,19 +218,19 @@ _OF_TEXTS = """
             "",
             _OF_TEXTS,
             {"input": _listed("texts", 1, kind="STRING"), "max_batch_size": 2},
-            "texts STRING [1] → label STRING [1] (2)",
+            "texts STRING [1] → label STRING [] (2)",
         ),
         (
             "xm",
             "    def preprocess(self, x, m): return x * 2\n",
             {},
-            "x FP32 [4]; m FP32 [4] → OUTPUT__0 FP32 [3] (8)",
+            "x [4], m [4] → OUTPUT__0 [3] (8)",
         ),
         (
             "x",
             "    def preprocess(self, x): return x.reshape(2, 4)\n",
             {},
-            "x FP32 [2, 4] → OUTPUT__0 FP32 [2, 3] (0)",
+            "x [2, 4] → OUTPUT__0 [2, 3] (0)",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import build
 import command_line
 import kinds
 import models
@@ -123,12 +124,9 @@ def test_files_have_the_names_that_are_served_and_the_config_is_complete(
     assert sorted(path.name for path in (folder / "1").iterdir()) == files.split()
     document = pbtxt.read(folder)
     assert document["backend"] == "pytorch_py"
-    assert document["max_batch_size"] == size
     delay = document["dynamic_batching"]["max_queue_delay_microseconds"]
     assert delay == ("50000" if name == "net" else "0")
-    inputs = [(entry["name"], entry["data_type"], entry["dims"]) for entry in document["input"]]
-    assert inputs == [("x", "TYPE_FP32", [4])]
-    assert [entry["dims"] for entry in document["output"]] == [[3]]
+    assert build.described(document) == f"x [4] → OUTPUT__0 [3] ({size})"
     assert document.get("parameters", {}) == pbtxt.parameters(more)
     (report,) = json.loads(run("check", "--json", str(folder)).stdout)["models"]
     assert (report["model"], report.get("error"), report["warnings"]) == (name, None, [])
@@ -182,22 +180,22 @@ _ONE_ROW = "def forward(x):\n    rows, columns = x.shape\n    return {'y': x.sum
 
 
 @pytest.mark.parametrize(
-    ("source", "inputs", "rows", "outputs"),
+    ("source", "inputs", "described"),
     [
-        (_TAKES, "x:FP32:-1 texts:BYTES:1 scale:FP32:", 8, {"doubled": [-1], "first": [1]}),
-        (_ONE_ROW, "x:FP32:2x3", 0, {"y": [1]}),
+        (
+            _TAKES,
+            "x:FP32:-1 texts:BYTES:1 scale:FP32:",
+            "x [-1], texts STRING [1], scale [] → doubled [-1], first [] (8)",
+        ),
+        (_ONE_ROW, "x:FP32:2x3", "x [2, 3] → y [1] (0)"),
     ],
 )
 def test_outputs_and_batch_size_for_listed_inputs_are_found_by_a_trial(
-    source: str, inputs: str, rows: int, outputs: dict[str, list[int]], tmp_path: Path
+    source: str, inputs: str, described: str, tmp_path: Path
 ) -> None:
     scenarios.text(source, "net.py")(tmp_path)
     _init(tmp_path, "net.py", *(f"--input={text}" for text in inputs.split()))
-    document = pbtxt.read(tmp_path / "net")
-    assert document["max_batch_size"] == rows
-    names = [entry["name"] for entry in document["input"]]
-    assert names == [text.split(":")[0] for text in inputs.split()]
-    assert {entry["name"]: entry["dims"] for entry in document["output"]} == outputs
+    assert build.described(pbtxt.read(tmp_path / "net")) == described
 
 
 @pytest.mark.slow

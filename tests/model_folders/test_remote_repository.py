@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
+import build
 import command_line
 import fsspec
 import pytest
@@ -129,6 +130,6 @@ def test_a_model_of_the_hugging_face_hub_becomes_a_model_folder_without_a_cache_
     document = pbtxt.read(repository / "net")
     factory = document["parameters"]["MODEL_FACTORY"]["string_value"]
     assert factory == "transformers:GPT2LMHeadModel"
-    inputs = [(entry["name"], entry["dims"], entry["optional"]) for entry in document["input"]]
-    assert inputs == [("input_ids", [-1], False), ("attention_mask", [-1], True)]
-    assert [(entry["name"], entry["dims"]) for entry in document["output"]] == [("logits", [-1, 9])]
+    tokens = "input_ids INT64 [-1], attention_mask INT64 [-1]"
+    assert build.described(document) == f"{tokens} → logits [-1, 9] (8)"
+    assert [entry["optional"] for entry in document["input"]] == [False, True]

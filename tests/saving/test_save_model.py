@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import build
 import command_line
 import models
 import numpy as np
@@ -50,15 +51,6 @@ def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
     return pbtxt.read(path)
 
 
-def _described(document: dict[str, Any]) -> str:
-    """Return the inputs, outputs and max_batch_size of a config."""
-    inputs, outputs = (
-        ", ".join(f"{entry['name']} {pbtxt.model_dims(entry)}" for entry in document[role])
-        for role in ("input", "output")
-    )
-    return f"{inputs} → {outputs} ({document['max_batch_size']})"
-
-
 # A format, or none, and the model's file.
 _SOURCE, _PROGRAM = {"module": "model.py"}, {"export": "model.pt2"}
 _BOTH = _SOURCE | _PROGRAM
@@ -69,9 +61,27 @@ _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], str], ...
     (_BOTH, models.Negate, torch.tensor(1.0), {}, "x [1] → OUTPUT__0 [1] (0)"),
     # By default it is source, if its class can be imported and builds it again.
     ({None: "model.py"}, models.Affine, _X, {}, "x [4] → OUTPUT__0 [3] (8)"),
-    ({None: "model.py"}, lambda: models.Affine(2), _X[:, :2], _TWO, "x [2] → OUTPUT__0 [3] (8)"),
-    ({None: "model.pt2"}, lambda: models.Affine(2), _X[:, :2], {}, "x [2] → OUTPUT__0 [3] (8)"),
-    ({None: "model.pt2"}, lambda: nn.Linear(4, 3), _X, {}, "input [4] → OUTPUT__0 [3] (8)"),
+    (
+        {None: "model.py"},
+        lambda: models.Affine(2),
+        _X[:, :2],
+        _TWO,
+        "x [2] → OUTPUT__0 [3] (8)",
+    ),
+    (
+        {None: "model.pt2"},
+        lambda: models.Affine(2),
+        _X[:, :2],
+        {},
+        "x [2] → OUTPUT__0 [3] (8)",
+    ),
+    (
+        {None: "model.pt2"},
+        lambda: nn.Linear(4, 3),
+        _X,
+        {},
+        "input [4] → OUTPUT__0 [3] (8)",
+    ),
     (_PROGRAM, saved.InPlace, _X, {}, "x [4] → OUTPUT__0 [4] (8)"),
     (
         _BOTH,
@@ -80,8 +90,20 @@ _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], str], ...
         {},
         "x [4], KWARGS[extra][bias] [4], KWARGS[pair][0] [4], KWARGS[pair][1] [4] → y [4] (8)",
     ),
-    (_SOURCE, saved.Keys, (_KEYS,), {}, "a [4], b [3] → double [4], first [1] (8)"),
-    (_BOTH, saved.Tied, _IDS, _DYNAMIC, "ids [-1] → OUTPUT__0 [-1, 20], OUTPUT__1 [] (8)"),
+    (
+        _SOURCE,
+        saved.Keys,
+        (_KEYS,),
+        {},
+        "a [4], b [3] → double [4], first [1] (8)",
+    ),
+    (
+        _BOTH,
+        saved.Tied,
+        _IDS,
+        _DYNAMIC,
+        "ids INT64 [-1] → OUTPUT__0 [-1, 20], OUTPUT__1 INT64 [] (8)",
+    ),
 )
 
 
@@ -92,8 +114,8 @@ def test_config_has_the_tensors_and_the_batch_of_the_module(
     kind: Any, file: str, case: Any, tmp_path: Path
 ) -> None:
     """The module and the example do not change, also if it writes into its inputs."""
-    build, example, options, described = case
-    module, before = build().train(), copy.deepcopy(example)
+    make, example, options, described = case
+    module, before = make().train(), copy.deepcopy(example)
     part = next(module.children(), module).eval()
     parameters = {"CHECK_FINITE": True, "NUM_THREADS": "1"}
     options = {**options, "format": kind, "example_inputs": example, "parameters": parameters}
@@ -102,7 +124,7 @@ def test_config_has_the_tensors_and_the_batch_of_the_module(
     assert (version / file).exists()
     assert (version / "model.safetensors").exists() == (file == "model.py")
     assert document["parameters"]["CHECK_FINITE"]["string_value"] == "true"
-    assert _described(document) == described
+    assert build.described(document) == described
     written = safetensors.torch.load_file(version / "example_inputs.safetensors")
     assert {*written} == {entry["name"] for entry in document["input"]}
     leaves = torch.utils._pytree.tree_leaves
@@ -115,7 +137,7 @@ def test_rows_that_depend_on_each_other_are_no_batch(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="rows that do not depend on each other"):
         _saved(tmp_path, saved.Running(), example_inputs=_X[:1], format="module")
     document = _saved(tmp_path, saved.Running(), example_inputs=_X[:1], max_batch_size=0)
-    assert _described(document) == "x [1, 4] → OUTPUT__0 [1, 4] (0)"
+    assert build.described(document) == "x [1, 4] → OUTPUT__0 [1, 4] (0)"
 
 
 @pytest.mark.parametrize("width", [None, Dim("width")], ids=["rows", "rows and width"])
@@ -165,22 +187,27 @@ _CLASSIFIER = "BertForSequenceClassification"
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "outputs", "written"),
+    ("make", "options", "outputs", "written"),
     [
-        (None, _TEXTS, "label [], scores [3]", "'text': [['a'], ['longer']]"),
+        (None, _TEXTS, "label STRING [], scores [3]", "'text': [['a'], ['longer']]"),
         (None, _BYTES, "OUTPUT__0 [3]", r"'data': [[b'\x00\xff\x10\x80']]"),
         (lambda: _bert("BertModel"), {}, _ANY_LENGTH, "'text': [['a text']"),
-        (lambda: _bert(_CLASSIFIER), _LABELS, "label [], share []", "'text': [['a'], ['a b']]"),
+        (
+            lambda: _bert(_CLASSIFIER),
+            _LABELS,
+            "label STRING [], share []",
+            "'text': [['a'], ['a b']]",
+        ),
         (_vit, {}, "logits [2]", "'image': [[b'"),
     ],
 )
 def test_hooks_are_written_beside_the_model_with_the_example_and_the_processor(
-    build: Any, options: dict[str, Any], outputs: str, written: str, tmp_path: Path
+    make: Any, options: dict[str, Any], outputs: str, written: str, tmp_path: Path
 ) -> None:
-    module, processor = build() if build else (models.Affine(), None)
+    module, processor = make() if make else (models.Affine(), None)
     document = _saved(tmp_path, module, processor=processor, **options)
     name = written.split("'")[1]
-    assert _described(document) == f"{name} [1] → {outputs} (8)"
+    assert build.described(document) == f"{name} STRING [1] → {outputs} (8)"
     version = tmp_path / "models" / "net" / "1"
     assert written in (version / "hooks.py").read_text()
     assert all(path.stat().st_mode & 0o044 for path in version.iterdir())
@@ -258,7 +285,10 @@ def test_model_without_a_tokenizer_takes_tokens_of_any_number_and_returns_no_cac
     settings = {"vocab_size": 9, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
     document = _saved(tmp_path, model, example_inputs=tokens)
-    assert _described(document) == "input_ids [-1], attention_mask [-1] → logits [-1, 9] (8)"
+    assert (
+        build.described(document)
+        == "input_ids INT64 [-1], attention_mask INT64 [-1] → logits [-1, 9] (8)"
+    )
     assert [entry["optional"] for entry in document["input"]] == [False, True]
 
 
