@@ -29,7 +29,6 @@ class Model:
     """A model of this server.
 
     Attributes:
-        name: its name.
         version: its version; None: Triton chooses it.
         parameters: the parameters of each request.
     """

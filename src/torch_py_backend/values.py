@@ -82,11 +82,8 @@ _NO_STEP = Step(0)
 class RequestItem(dict[str, Value]):
     """An item with what its request has beside tensors.
 
-    Attributes:
-        context: returns a context manager in which the request's trace context is current; None:
-            Triton does not trace it.
-        parameters: the parameters of the request.
-        step: its place in its sequence.
+    `context` returns a context manager in which the request's trace context is current; None:
+    Triton does not trace it.
     """
 
     __slots__ = ("context", "parameters", "step")

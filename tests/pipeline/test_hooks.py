@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -337,16 +336,9 @@ def test_a_request_is_refused_and_the_next_one_is_served(
     assert isinstance(served, dict)
 
 
-@pytest.mark.parametrize(
-    ("function", "kind", "message"),
-    [
-        (lambda x: x, "BYTES", "is BYTES, and preprocess(x) has no annotation for"),
-        (_number, "FP32", "'x' is FP32, and preprocess() takes an int"),
-    ],
-)
-def test_preprocess_must_take_the_type_of_its_input(function: Any, kind: str, message: str) -> None:
-    with pytest.raises(BindingError, match=re.escape(message)):
-        engine(doubled, {"preprocess": function}, inputs=(build.spec("x", kind),))
+def test_preprocess_must_say_what_it_takes_of_strings() -> None:
+    with pytest.raises(BindingError, match=r"'x' is BYTES, and preprocess\(x\) has no"):
+        engine(doubled, {"preprocess": lambda x: x}, inputs=(build.spec("x", "BYTES"),))
 
 
 _IN_PLACE = {"preprocess": lambda x: x.mul_(2)}

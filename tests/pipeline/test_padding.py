@@ -53,13 +53,16 @@ def test_values_get_the_length_of_the_longest_rounded_up(
 
 def test_images_of_different_sizes_share_a_batch() -> None:
     first, second = torch.full((2, 3, 1, 4), 1.0), torch.full((1, 3, 2, 2), 2.0)
-    gathered = Pad((2, 3), -1, False, 1).gather([first, second])
+    pad = Pad((2, 3), -1, False, 1)
+    gathered = pad.gather([first, second])
     assert isinstance(gathered, Tensor)
     assert gathered.shape == (3, 3, 2, 4)
     assert torch.equal(gathered[:2, :, :1], first)
     assert torch.equal(gathered[2:, :, :, :2], second)
     assert (gathered[:2, :, 1:] == -1).all()
     assert (gathered[2:, :, :, 2:] == -1).all()
+    classes = [pad.length_class(torch.ones(1, 3, size, size)) for size in (3, 4, 7, 8)]
+    assert classes == [(2, 2), (3, 3), (3, 3), (4, 4)]
 
 
 def test_a_mask_that_is_left_out_marks_all_values_in_its_own_type() -> None:
