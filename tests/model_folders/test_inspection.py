@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import build
+import command_line
+import fake_triton
+import instances
 import pytest
 import torch
 
@@ -15,31 +18,26 @@ from torch_py_backend.errors import LoadError
 from torch_py_backend.model_folders import inspection, tuning
 
 _X = {"name": "x", "data_type": "TYPE_FP32", "dims": [4]}
-_RAGGED = _X | {"dims": [-1], "allow_ragged_batch": True}
 _SIZES = {
     "kind": "BATCH_ELEMENT_COUNT",
     "target_name": ["sizes"],
     "data_type": "TYPE_INT32",
     "source_input": ["x"],
 }
-_SCATTERED = _SIZES | {"kind": "BATCH_SCATTER_WITH_INPUT_SHAPE", "target_name": ["y"]}
+_RAGGED = {"input": [_X | {"allow_ragged_batch": True}], "batch_input": [_SIZES]}
 
 pytestmark = pytest.mark.usefixtures("process", "imports")
 
 
 def _arguments(folder: Path, source: str, **document: Any) -> dict[str, str]:
     """Return Triton's arguments for a function with this statement."""
-    function = f"def forward(x, sizes=None, total=None, END=None):\n    {source}\n"
-    build.write(folder, "model.py", function)
+    build.write(folder, "model.py", f"def forward(x, sizes=None):\n    {source}\n")
     return build.arguments(**document) | {"model_repository": str(folder)}
-
-
-_FOUR = {"input": [_RAGGED | {"dims": [4]}], "batch_input": [_SIZES]}
 
 
 @pytest.mark.parametrize(
     ("returned", "document"),
-    [("x", {"max_batch_size": 0}), ("x.reshape(sizes.shape[0], -1)", _FOUR)],
+    [("x", {"max_batch_size": 0}), ("x.reshape(sizes.shape[0], -1)", _RAGGED)],
 )
 def test_figures_are_of_one_row_and_of_a_full_batch_and_the_error_relative(
     returned: str, document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,57 +56,38 @@ def _parameters(**values: str) -> dict[str, Any]:
     return {key: {"string_value": value} for key, value in values.items()}
 
 
-_STATE = {"input_name": "total", "output_name": "sum", "data_type": "TYPE_FP32", "dims": [4]}
-_CONTROLS = [{"name": name, "control": [{"fp32_false_true": [0, 1]}]} for name in ("START", "END")]
-
-
 @pytest.mark.parametrize(
-    ("source", "document", "inputs", "outputs"),
+    ("name", "says"),
     [
+        ("function", "x FP32 [4] → x; y FP32 [4]"),
         (
-            "return x",
-            {"parameters": _parameters(NUM_THREADS="1", WARMUP="true")},
-            ["x FP32 [4] → x"],
-            ["y FP32 [4]"],
+            "state_direct",
+            "x FP32 [4] → x; total FP32 [4] (state) → total; y FP32 [4]; sum FP32 [4] (state)",
         ),
-        ("return x", {"input": [_X | {"name": "a"}]}, ["a FP32 [4] → x"], ["y FP32 [4]"]),
-        # states and controls, which no request brings
-        (
-            "return {'y': x, 'sum': total + x}",
-            {"sequence_batching": {"state": [_STATE], "control_input": _CONTROLS}},
-            ["x FP32 [4] → x", "total FP32 [4] (state) → total", "END FP32 [1] (control) → END"],
-            ["y FP32 [4]", "sum FP32 [4] (state)"],
-        ),
-        # inputs that are made of the shapes of others
-        (
-            "return x",
-            {
-                "input": [_RAGGED],
-                "output": [_X | {"name": "y", "dims": [-1]}],
-                "batch_input": [_SIZES],
-                "batch_output": [_SCATTERED],
-            },
-            ["x FP32 [-1] → x", "sizes INT32 (BATCH_ELEMENT_COUNT of x) → sizes"],
-            ["y FP32 [-1]"],
-        ),
+        ("signals_uint64_direct", "; END FP32 [1] (control) → END; READY BOOL [1] (control) → "),
+        ("batch_output", "; sizes INT32 (BATCH_ELEMENT_COUNT of x) → sizes; y FP32 [-1]; mean"),
     ],
-    ids=["options", "another name", "sequences", "batch_input"],
 )
-def test_report_says_what_the_model_takes_and_gives(
-    source: str, document: dict[str, Any], inputs: list[str], outputs: list[str], tmp_path: Path
+def test_report_says_what_the_model_takes_and_gives_and_nothing_is_written(
+    name: str, says: str, tmp_path: Path
 ) -> None:
-    report = inspection.inspect(_arguments(tmp_path, source, **document))
-    assert (report["inputs"], report["outputs"]) == (inputs, outputs)
+    folder = instances.named(name).lay_out(tmp_path)
+    before = command_line.tree(tmp_path)
+    report = inspection.inspect(fake_triton.arguments(folder))
+    assert says in "; ".join(report["inputs"] + report["outputs"])
     assert report["artifact"] == "model.py: Python source and weights"
-    assert report["signature"].startswith("forward(x")
-    if "parameters" in document:
-        assert report["options"] == {"NUM_THREADS": 1, "WARMUP": True}
-        assert report["threads"][0] == 1
     assert json.loads(json.dumps(report)) == report
-    warned = ["the input names a are not all arguments"] if inputs[0].startswith("a ") else []
-    assert [text.partition(" of ")[0] for text in report["warnings"]] == warned
-    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
-    assert names == ["1", "1/model.py"]  # nothing is written
+    assert report["warnings"] == []
+    assert command_line.tree(tmp_path) == before
+
+
+def test_report_has_the_options_and_the_warnings_of_the_load(tmp_path: Path) -> None:
+    document = {"input": [_X | {"name": "a"}], "parameters": _parameters(NUM_THREADS="1")}
+    report = inspection.inspect(_arguments(tmp_path, "return x", **document))
+    assert (report["options"], report["threads"][0]) == ({"NUM_THREADS": 1}, 1)
+    assert report["inputs"] == ["a FP32 [4] → x"]
+    (warning,) = report["warnings"]
+    assert f"the input names a are not all arguments of {report['signature']}" in warning
 
 
 def test_report_says_what_was_compiled(tmp_path: Path) -> None:
