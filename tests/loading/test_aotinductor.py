@@ -19,7 +19,7 @@ from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import aotinductor, registry
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.processes import instance_status
-from torch_py_backend.values import Rows
+from torch_py_backend.values import ANY_ROWS, Rows
 
 CPU = torch.device("cpu")
 PACKAGE = Path(__file__).parents[2] / "examples/model_repository/digits_aoti/1/model.pt2"
@@ -121,7 +121,9 @@ def test_sizes_outside_the_limits_of_the_export_are_refused() -> None:
 
 
 class _Tree:
-    """A package for two rows and more, whose inputs and results are trees."""
+    """A package for so many rows and more, whose inputs and results are trees."""
+
+    least = 2
 
     def get_call_spec(self) -> list[str]:
         inputs = pytree.tree_structure(((0, {"z": 0, "a": [0]}), {"scale": 0}))
@@ -129,12 +131,16 @@ class _Tree:
 
     def run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         x, z, a, scale = leaves
-        if len(x) < 2:
+        if len(x) < self.least:
             raise RuntimeError("input_handles[0]: dim value is too small at 0")
         return [x, (z - a) * scale]
 
 
-def test_leaves_of_a_tree_are_in_the_order_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("least", "rows"), [(1, ANY_ROWS), (2, Rows(2))])
+def test_leaves_of_a_tree_are_in_the_order_of_the_package(
+    least: int, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Tree, "least", least)
     results = pytree.tree_structure({"y": 0, "nested": [0]})
     monkeypatch.setattr(aotinductor, "mismatch", lambda *_: "")
     monkeypatch.setattr(aotinductor, "open_package", lambda *_: (_Tree(), results, None))
@@ -142,6 +148,7 @@ def test_leaves_of_a_tree_are_in_the_order_of_the_package(monkeypatch: pytest.Mo
     outputs = (build.spec("RESULT[nested][0]"), build.spec("y"))
     config = build.config(inputs=tuple(map(build.spec, names)), outputs=outputs)
     loaded = aotinductor.load(Artifact(ArtifactType.AOTI, PACKAGE), config, CPU)
+    assert loaded.rows == rows
     scale, a, x, z = sent = torch.rand(4, 1, 4)
     (outcome,) = Engine(config, loaded, CPU).run([dict(zip(names, sent, strict=True))])
     torch.testing.assert_close(outcome, {"RESULT[nested][0]": (z - a) * scale, "y": x})
