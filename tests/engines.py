@@ -23,12 +23,14 @@ def engine(
     function: Callable[..., Any],
     rows: Rows = ANY_ROWS,
     owner: nn.Module | None = None,
+    step: Callable[[list[Any]], Any] | None = None,
     **overrides: Any,
 ) -> Engine:
     """An engine of a function; by default its input x and its output y are FP32 [-1]."""
     free = {"inputs": (build.spec("x", dims=(-1,)),), "outputs": (build.spec("y", dims=(-1,)),)}
     settings = build.config(**(free | overrides))
-    loaded = Loaded(build.artifact(), function, introspection.from_function(function), owner, rows)
+    signature = introspection.from_function(function)
+    loaded = Loaded(build.artifact(), function, signature, owner, rows, step=step)
     return Engine(settings, loaded, torch.device("cpu"))
 
 

@@ -320,7 +320,6 @@ print("загружено ✅ \\udcff")
 
 
 def prints(x):
-    print("обработка")
     print("ошибка", file=sys.stderr)
     logging.getLogger("model").warning("журнал")
     return x
@@ -374,10 +373,6 @@ def forward(
 """
 
 
-def _units(unit: str) -> Arrays:
-    return _SCALARS | {"unit": strings([unit], [unit])}
-
-
 def _optional(*names: str) -> dict[str, list[int | str]]:
     return {"x": [4], **{name: [4, "optional: true"] for name in names}}
 
@@ -417,8 +412,7 @@ CALLS = (
         (
             Call(_SCALARS, {"y": -(_X**2) * 0.5}),
             Call(_SCALARS | {"negative": np.array([[False]] * 2)}, {"y": _X**2 * 0.5}),
-            Call(_units("one"), {"y": -(_X**2) * 0.5}),
-            Call(_units("ten"), {"y": -(_X**2) * 5}),
+            Call(_SCALARS | {"unit": strings(["ten"], ["ten"])}, {"y": -(_X**2) * 5}),
             Call(
                 _SCALARS | {"power": np.array([[1], [2]], dtype=np.int64)},
                 Refused(400, ("input 'power' holds 2 values", "an int")),
@@ -626,16 +620,9 @@ POISON = (
 )
 
 
-def batch_input(kind: str, name: str, source: str = "x", dtype: str = "INT32") -> str:
+def _batch_input(kind: str, name: str, source: str = "x", dtype: str = "INT32") -> str:
     return (
         f'batch_input [{{ kind: BATCH_{kind} target_name: "{name}" data_type: TYPE_{dtype}'
-        f' source_input: "{source}" }}]\n'
-    )
-
-
-def batch_output(name: str, source: str = "x") -> str:
-    return (
-        f'batch_output [{{ kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "{name}"'
         f' source_input: "{source}" }}]\n'
     )
 
@@ -668,7 +655,11 @@ def _centered(*shape: int) -> Call:
 
 
 _TOO_LARGE = Call({"x": _row(2000)}, Refused(500, ("AssertionError", "value too large")))
-_CENTERED = batch_input("ELEMENT_COUNT", "sizes") + batch_output("y")
+_CENTERED = (
+    _batch_input("ELEMENT_COUNT", "sizes")
+    + "batch_output [{ kind: BATCH_SCATTER_WITH_INPUT_SHAPE"
+    + ' target_name: "y" source_input: "x" }]\n'
+)
 
 
 _BAGS = models.Bags().state_dict()
@@ -692,7 +683,7 @@ RAGGED = (
         script(models.BatchInputs()),
         config({"IN__0": [-1, -1, _RAGGED]}, {"OUT__0": [8]}, more=TOGETHER)
         + "".join(
-            batch_input(kind, f"IN__{place}", "IN__0", dtype)
+            _batch_input(kind, f"IN__{place}", "IN__0", dtype)
             for place, (kind, dtype) in reversed([*enumerate(_BATCH_INPUTS, 1)])
         ),
         _MAPS,
@@ -719,7 +710,7 @@ RAGGED = (
         "embedding_bags",
         both(python(models.Bags), safe(_BAGS)),
         config({"ids": ["INT64", -1, _RAGGED]}, {"y": [3]}, more=TOGETHER)
-        + batch_input("ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", "offsets", "ids")
+        + _batch_input("ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", "offsets", "ids")
         + option("TORCH_COMPILE_OPTIONAL_PARAMETERS", '{"backend": "eager", "fullgraph": true}'),
         (_bag(1, 2, 3), _bag(9), _bag(4, 4)),
         batches=((_bag(1, 2, 3), _bag(9), _bag(4, 4)), (_bag(0), _bag(5, 6, 7, 8))),
@@ -728,7 +719,7 @@ RAGGED = (
         "batch_input_of_rows",
         script(models.RowSums()),
         config({"x": [-1, _RAGGED], "factor": [1]}, {"y": [1]}, more=TOGETHER)
-        + batch_input("ITEM_SHAPE", "shape"),
+        + _batch_input("ITEM_SHAPE", "shape"),
         _ROW_SUMS,
         batches=(_ROW_SUMS,),
     ),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import build
+import engines
 import numpy as np
 import scenarios
 import torch
@@ -21,8 +21,6 @@ from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Streams
 from torch_py_backend.errors import BackendError
-from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature import introspection
 from torch_py_backend.values import Value
 
 
@@ -30,14 +28,7 @@ def engine(
     function: Callable[..., Any], step: Callable[[list[Any]], Any] | None = None, **overrides: Any
 ) -> Engine:
     """An engine of one input `x` and one output `y`, both FP32 [-1], in rows."""
-    settings = build.config(
-        inputs=(build.spec("x", dims=(-1,)),),
-        outputs=(build.spec("y", dims=(-1,)),),
-        decoupled=True,
-        **overrides,
-    )
-    loaded = Loaded(build.artifact(), function, introspection.from_function(function), step=step)
-    return Engine(settings, loaded, torch.device("cpu"))
+    return engines.engine(function, step=step, decoupled=True, **overrides)
 
 
 def item(*values: float) -> dict[str, Value]:
