@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import models
 import numpy as np
 import scenarios
-import torch
 from scenarios import Call, Refused, Scenario, Writer, both, config, floats, script, text
 
 _HEADER = "import torch\nfrom torch import Tensor, nn\n\n\n"
@@ -147,11 +147,6 @@ def _refused(name: str, change: tuple[str, str], says: str) -> Scenario:
     return scenarios.refused(name, model(COUNTS.replace(*change)), COUNTS_CONFIG, says)
 
 
-class _Doubles(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-
 TABLE = (
     Scenario(
         "hooks_counts",
@@ -163,9 +158,9 @@ TABLE = (
     ),
     Scenario(
         "hooks_beside_torchscript",
-        both(script(_Doubles()), model(HALVES), text("0.5", "factor.txt")),
+        both(script(models.Negate()), model(HALVES), text("0.5", "factor.txt")),
         config({"x": [4]}, {"y": [4]}),
-        (Call({"x": _X}, {"y": _X + 1}),),
+        (Call({"x": _X}, {"y": 1 - _X / 2}),),
     ),
     Scenario(
         "hooks_of_batches",

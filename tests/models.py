@@ -46,16 +46,16 @@ class Affine(nn.Module):
 class Factor(nn.Module):
     """Its state_dict has an entry that is no tensor."""
 
-    def __init__(self, factor: Any = 1.0) -> None:
+    def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((4,), 2.0))
         self.factor = factor
 
-    def get_extra_state(self) -> Any:
-        return {"factor": self.factor} if isinstance(self.factor, float) else self.factor
+    def get_extra_state(self) -> dict[str, float]:
+        return {"factor": self.factor}
 
-    def set_extra_state(self, state: Any) -> None:
-        self.factor = state["factor"] if isinstance(state, dict) else state
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.factor = state["factor"]
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight * self.factor

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import engines
+import models
 import numpy as np
 import scenarios
 import torch
@@ -156,14 +157,6 @@ class Counter(nn.Module):
             for value, (_, count) in zip(values, states)
         ]
 """
-PLAIN = """
-import torch
-
-
-class Plain(torch.nn.Module):
-    def forward(self, x):
-        return 2 * x
-"""
 _COUNT = {"count": "INT32"}
 _Y = {"y": "FP32"}
 _SEVEN = "model 'ticker': forward() raised ValueError: seven, see readme.txt."
@@ -226,7 +219,7 @@ TABLE = (
     ),
     _streamed(
         "plain",
-        PLAIN,
+        models.source(models.double),
         config({"x": "FP32"}, _Y),
         Stream({"x": floats(4)}, [{"y": floats(8)}]),
     ),
