@@ -64,12 +64,10 @@ def test_weights_that_are_written_in_place(change: str, tmp_path: Path) -> None:
 def test_python_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the Python of Triton's stub and the command that installs what it lacks."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
-    )
+    hide = lambda name: None if name == "torch" else find(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
     python = re.escape(sys.executable)
-    says = f"{python}, which Triton's stub runs, has no torch. Run {python} -m pip install torch"
-    with pytest.raises(fake_triton.TritonModelException, match=says):
+    with pytest.raises(fake_triton.TritonModelException, match=f"{python} -m pip install torch"):
         instances.load(tmp_path, instances.named("function"))
 
 
@@ -78,16 +76,13 @@ def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = tmp_path / "status"
     status.mkdir()
     monkeypatch.setenv(instance_status.VARIABLE, str(status))
-    parameters = {"NUM_THREADS": "1", "NUM_THREAD": "1"}
-    scenario = dataclasses.replace(
-        instances.named("function"),
-        config=scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters),
+    config = scenarios.x_to_y(NUM_THREADS="1", NUM_THREAD="1")
+    model = instances.load(
+        tmp_path, dataclasses.replace(instances.named("function"), config=config)
     )
-    model = instances.load(tmp_path, scenario)
     (path,) = instance_status.files(status)
     assert path.stem == str(os.getpid())
     reader = instance_status.Reader(path)
-    problem = "the parameter NUM_THREAD is unknown and ignored. Did you mean NUM_THREADS?"
     assert reader.identity.model == "function"
     assert reader.report() == {
         "artifact": "model.py: Python source and weights",
@@ -95,7 +90,7 @@ def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "threads": [1, torch.get_num_interop_threads()],
         "weights": "0.0 MB of 0.0 MB shared by the instances",
         "options": {"NUM_THREADS": 1},
-        "warnings": [problem],
+        "warnings": ["the parameter NUM_THREAD is unknown and ignored. Did you mean NUM_THREADS?"],
     }
     model.finalize()
     assert list(status.iterdir()) == []

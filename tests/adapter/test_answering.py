@@ -43,11 +43,8 @@ def check(requests: list[Any], responses: list[Any]) -> list[int | None]:
 
 @pytest.mark.parametrize(
     ("values", "cancelled"),
-    [
-        ([-1], True),
-        ([1, -1, 2, -2, -4, 5], False),
-        ([1, -5, 2], False),  # memory runs out
-    ],
+    [([-1], True), ([1, -1, 2, -2, -4, 5], False), ([1, -5, 2], False)],
+    ids=["cancelled", "failures", "memory runs out"],
 )
 @pytest.mark.usefixtures("no_collector")
 def test_no_input_outlives_its_response(
@@ -65,10 +62,7 @@ def test_no_input_outlives_its_response(
 
 
 def test_log_names_the_requests(tmp_path: Path) -> None:
-    """It has the traceback and the IDs of failed requests, not of invalid ones.
-
-    An ID cannot add lines to the log.
-    """
+    """It has the traceback and the IDs of failed requests, which cannot add lines to it."""
     model = load(tmp_path)
     failing = "first\nE1121 forged\x1b[0m", "", "x" * 1000
     sent = [request(1, "good"), *(request(-2, name) for name in failing)]
@@ -85,41 +79,38 @@ def test_log_names_the_requests(tmp_path: Path) -> None:
 def shouts(x: torch.Tensor) -> torch.Tensor:
     if bool((x < 0).any()):
         raise ValueError("/" * 10_000_000)
-    return x
+    return x * 2
 
 
-def test_long_log_messages_are_cut(tmp_path: Path) -> None:
-    """Triton passes them through /dev/shm."""
-    load(tmp_path, shouts).execute([request(-1)])
+def test_ids_are_not_read_without_a_failure_and_long_messages_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton passes log messages through /dev/shm."""
+    model = load(tmp_path, shouts)
+    with monkeypatch.context() as patched:
+        patched.setattr(fake_triton.InferenceRequest, "request_id", None)
+        patched.setattr(fake_triton.InferenceRequest, "is_cancelled", None)
+        sent = [request(1), request(2)]
+        assert check(sent, model.execute(sent)) == [None, None]
+    model.execute([request(-1)])
     (line,) = logged()
     assert "in shouts" in line
     assert len(line) < 200_000
 
 
-def test_ids_are_not_read_without_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def asked(request: Any) -> str:
-        raise AssertionError
-
-    model = load(tmp_path)
-    monkeypatch.setattr(fake_triton.InferenceRequest, "request_id", asked)
-    monkeypatch.setattr(fake_triton.InferenceRequest, "is_cancelled", asked)
-    sent = [request(1), request(2)]
-    assert check(sent, model.execute(sent)) == [None, None]
-
-
 _LOST = RuntimeError("CUDA error: device-side assert triggered")
+
+
+_INVALID, _AGAIN = TritonError.INVALID_ARG, TritonError.UNAVAILABLE
 
 
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
-        (ValueError("4 bytes, in /usr/lib/utils.py"), TritonError.INVALID_ARG, "in utils.py"),
-        (MemoryError(), TritonError.UNAVAILABLE, "memory"),
-        (torch.OutOfMemoryError("CUDA out of memory."), TritonError.UNAVAILABLE, "memory"),
-        (_LOST, TritonError.UNAVAILABLE, "fatal error"),
+        (ValueError("4 bytes, in /usr/lib/utils.py"), _INVALID, "in utils.py"),
+        (MemoryError(), _AGAIN, "memory"),
+        (torch.OutOfMemoryError("CUDA out of memory."), _AGAIN, "memory"),
+        (_LOST, _AGAIN, "fatal error"),
     ],
 )
 def test_request_that_fails_while_it_is_read(
@@ -142,15 +133,11 @@ def test_request_that_fails_while_it_is_read(
     ("error", "code", "says"),
     [
         (TypeError("no such type"), TritonError.INTERNAL, "the outputs cannot be sent: TypeError"),
-        (MemoryError(), TritonError.UNAVAILABLE, "does not fit in memory"),
+        (MemoryError(), _AGAIN, "does not fit in memory"),
     ],
 )
 def test_response_that_cannot_be_written(
-    error: Exception,
-    code: int,
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    error: Exception, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from_dlpack = fake_triton.Tensor.from_dlpack
 
@@ -179,13 +166,10 @@ def test_response_that_cannot_be_written(
 def test_internal_errors(
     function: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exception of the backend is one sentence for clients, and a traceback in the log.
-
-    Triton would send the traceback of what leaves execute() to every client.
-    """
+    """An exception of the backend is one sentence for clients, and a traceback in the log."""
     model = load(tmp_path)
-    patched = f"torch_py_backend.pipeline.failures.{function}"
-    monkeypatch.setattr(patched, mock.Mock(side_effect=error))
+    raises = mock.Mock(side_effect=error)
+    monkeypatch.setattr(f"torch_py_backend.pipeline.failures.{function}", raises)
     sent = [request(1, "one"), request(-1, "two")]
     responses = model.execute(sent)
     assert check(sent, responses) == [TritonError.INTERNAL] * 2
@@ -217,24 +201,18 @@ def test_cancelled_requests_are_not_run(first: float, tmp_path: Path) -> None:
     assert model._engine.counts.rows - before == 2
 
 
-def gauge() -> list[float]:
-    return [metric.value() for metric in fake_triton.MetricFamily.made["pytorch_py_poisoned"]]
-
-
 @pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
 def test_a_poisoned_instance(
     generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is reported once, every request is refused unread, and the model is not called.
-
-    A newer server is told that the model is not ready.
-    """
+    """The error is reported once, every request is refused unread, and the model is not called."""
     fake_triton.become(generation, monkeypatch)
     reasons: list[str] = []
     monkeypatch.setattr(InstanceStatus, "poisoned", lambda _, reason: reasons.append(reason))
     model = load(tmp_path)
     assert fake_triton.is_ready(generation, model)
-    assert gauge() == [0]
+    (gauge,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
+    assert gauge.value() == 0
     lose_device(monkeypatch)
     sent = [request(1, "one"), request(-2, "two")]
     responses: list[Any] = model.execute(sent)
@@ -246,7 +224,7 @@ def test_a_poisoned_instance(
     assert model._engine.counts.rows == rows
     assert fake_triton.is_ready(generation, model) is (generation == fake_triton.GENERATIONS[0])
     assert not model.is_ready()
-    until(lambda: gauge() == [1])
+    until(lambda: gauge.value() == 1)
     assert "device-side assert triggered" in responses[0].error().message()
     assert reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
     (failed,) = logged()

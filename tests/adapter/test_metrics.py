@@ -17,7 +17,6 @@ import torch
 from fake_triton import MetricFamily, TritonModelException
 from instances import Served, load, logged, named, request, until
 from scenarios import Scenario
-from torch import nn
 
 from torch_py_backend.adapter import metrics
 from torch_py_backend.engine import runtime
@@ -40,14 +39,15 @@ def published(name: str, label: str = "") -> dict[str, float]:
     }
 
 
-_BRANCHES = (
-    "from torch import nn\n\n\nclass Net(nn.Module):\n    def forward(self, x):\n"
-    "        return x * 2 if x.shape[1] > 9 else x * 2.0\n"
-)
-_COMPILED = {
-    "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}',
-    "WEIGHTS": "none",
-}
+_BRANCHES = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.shape[1] > 9 else x * 2.0
+"""
+_COMPILED = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}', "WEIGHTS": "none"}
 _COMPILES = Scenario(
     "compiled",
     scenarios.text(_BRANCHES),
@@ -55,14 +55,13 @@ _COMPILES = Scenario(
 )
 
 
-class Narrow(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return x * 2
+def narrow(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] > 2:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return x * 2
 
 
-_NARROW = Scenario("narrow", scenarios.python(Narrow), scenarios.x_to_y(4, WARMUP="false"))
+_NARROW = Scenario("narrow", scenarios.python(narrow), scenarios.x_to_y(4, WARMUP="false"))
 _RARE = (
     "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n"
     "    raise CallError('other', 'it is not there', code='NOT_FOUND')\n"
@@ -122,8 +121,7 @@ def test_streams(tmp_path: Path) -> None:
 def test_requests_that_only_fill_a_slot_are_not_counted(tmp_path: Path) -> None:
     served = Served(tmp_path, named("signals_uint64_direct"))
     x = {"x": np.ones((1, 4), dtype=np.float32)}
-    turn = fake_triton.Turn(7, starts=True, ends=False)
-    served.send(served.request(x, turn=turn), served.request(x))
+    served.send(served.request(x, turn=fake_triton.Turn(7, starts=True)), served.request(x))
     served.model.finalize()
     assert published("requests_total", "code") == {"OK": 1}
 
@@ -148,21 +146,17 @@ def by_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("by_the_test")
-def test_an_idle_instance_sends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_instance_sends_nothing_but_the_memory_of_each_gpu_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values that stay 0 are set once: a server that has ended would never answer."""
-    model = load(tmp_path, judge())
-    sent: list[float] = []
-    monkeypatch.setattr(fake_triton.Metric, "set", lambda _, value: sent.append(value))
-    model._publisher.publish()
-    assert sent == []
-    model.finalize()
-
-
-@pytest.mark.usefixtures("by_the_test")
-def test_memory_of_each_gpu_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(tmp_path, judge())
     name = "device_memory_allocated_bytes"
     assert f"pytorch_py_{name}" not in MetricFamily.made
+    with monkeypatch.context() as patched:
+        patched.setattr(fake_triton.Metric, "set", None)
+        model._publisher.publish()
+    assert model._publisher._table
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10), (3, 30)])
     model._publisher.publish()
     assert published(name, "device") == {"0": 10, "3": 30}

@@ -16,6 +16,7 @@ from scenarios import Scenario, Writer
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.engine import model_state
 
 pytestmark = pytest.mark.usefixtures("process", "dynamo")
 
@@ -39,20 +40,6 @@ class Buffers(nn.Module):
         return result
 
 
-class Large(nn.Module):
-    """Writes into a buffer that may as well be a weight."""
-
-    large: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("large", torch.zeros((1 << 26) + 1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.large[:4] += 1
-        return x + self.large[:4]
-
-
 class Part(nn.Module):
     seen: list[Tensor]
 
@@ -68,8 +55,6 @@ class Part(nn.Module):
 
 
 class Attributes(nn.Module):
-    """Counts, lets a list grow, and writes to a tensor that is no buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.part = Part()
@@ -92,8 +77,6 @@ class Sums(nn.Module):
 
 
 class Recomputes(nn.Module):
-    """Its attributes change in a call, but nothing that later calls depend on."""
-
     def __init__(self) -> None:
         super().__init__()
         # It computes `weight`, an attribute, before each call.
@@ -115,15 +98,14 @@ def _python(module: nn.Module, *definitions: Any) -> Writer:
     return scenarios.both(scenarios.text(source), scenarios.safe(module.state_dict()))
 
 
-def _served(folder: Path, write: Writer, parameters: dict[str, str]) -> TritonPythonModel:
-    config = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters)
+def _served(folder: Path, write: Writer, **parameters: str) -> TritonPythonModel:
     model = TritonPythonModel()
-    model.initialize(fake_triton.arguments(Scenario("digits", write, config).lay_out(folder)))
+    scenario = Scenario("digits", write, scenarios.x_to_y(4, **parameters))
+    model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
     return model
 
 
 def _compare(model: TritonPythonModel, fresh: Callable[[Tensor], Tensor]) -> None:
-    """Compare answers one after another with those of a module that was not called before."""
     for rows in (1, 3, 2):
         (response,) = model.execute([request(rows, rows=rows)])
         assert response.error() is None
@@ -143,42 +125,32 @@ def test_buffers_are_put_back_and_caches_stay(
     module = make().eval()
     if scripted:
         module.register_buffer("total", module.__dict__.pop("total"))
-    write = scenarios.script(module) if scripted else _python(module)
-    model = _served(tmp_path, write, {} if scripted else {"MODEL_CLASS": make.__name__})
+    model = _served(tmp_path, scenarios.script(module) if scripted else _python(module))
     assert not logged("warn")
     _compare(model, module)
 
 
-_ATTRIBUTES = ["part.calls", "part.seen", "total"]
-_MODULE = _python(Attributes(), Part), {"MODEL_CLASS": "Attributes"}
-_LARGE = scenarios.python(Large), {"WEIGHTS": "none"}
-
-
 @pytest.mark.parametrize(
-    ("fresh", "write", "parameters", "names"),
-    [
-        pytest.param(Attributes, *_MODULE, _ATTRIBUTES, id="attributes"),
-        pytest.param(Large, *_LARGE, ["large"], id="large buffer"),
-    ],
+    ("make", "names"),
+    [(Attributes, ["part.calls", "part.seen", "total"]), (Buffers, ["count", "replaced"])],
 )
 def test_models_with_other_state_are_built_again(
-    fresh: Callable[[], Any],
-    write: Writer,
-    parameters: dict[str, str],
-    names: list[str],
-    tmp_path: Path,
+    make: Callable[[], Any], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = _served(tmp_path, write, parameters)
+    monkeypatch.setattr(model_state, "_COPIED_BYTES", 8)  # larger buffers may as well be weights
+    definitions = [Part] if make is Attributes else []
+    model = _served(tmp_path, _python(make(), *definitions), MODEL_CLASS=make.__name__)
     (warning,) = logged("warn")
     assert "is built again without a warm-up" in warning
     assert all(name in warning for name in names)
     assert sum("the warm-up begins" in line for line in logged("info")) == 1
-    _compare(model, fresh())
+    _compare(model, make())
 
 
 def test_a_compiled_model_that_is_built_again_uses_its_graphs(tmp_path: Path) -> None:
-    compiles = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "aot_eager"}'}
-    model = _served(tmp_path, scenarios.python(Sums), compiles | {"WEIGHTS": "none"})
+    compiles = '{"backend": "aot_eager"}'
+    write = scenarios.python(Sums)
+    model = _served(tmp_path, write, WEIGHTS="none", TORCH_COMPILE_OPTIONAL_PARAMETERS=compiles)
     assert "built again" in logged("warn")[0]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     _compare(model, Sums())

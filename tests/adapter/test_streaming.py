@@ -49,23 +49,19 @@ def test_streams_of_the_table_alone_and_together_free_their_inputs(
     for stream in entry.streams:
         request = served.request(stream.inputs)
         inputs = _inputs(request)
-        served.model.execute([request])
-        _check(stream, ended(request))
+        _check(stream, served.send(request)[0])
         del request
         until(partial(_free, inputs))
-    together = [(stream, served.request(stream.inputs)) for stream in entry.streams * 4]
-    served.model.execute([request for _, request in together])
-    for stream, request in together:
-        _check(stream, ended(request))
+    streams = entry.streams * 4
+    together = served.send(*(served.request(stream.inputs) for stream in streams))
+    for stream, responses in zip(streams, together, strict=True):
+        _check(stream, responses)
 
 
 def _inputs(request: Any) -> list[Callable[[], object]]:
     """Return weak references to the memory of a request's numbers."""
-    return [
-        weakref.ref(tensor.as_numpy())
-        for tensor in request.inputs()
-        if tensor.as_numpy().dtype != object
-    ]
+    arrays = [tensor.as_numpy() for tensor in request.inputs()]
+    return [weakref.ref(array) for array in arrays if array.dtype != object]
 
 
 def _free(inputs: list[Callable[[], object]]) -> bool:
@@ -80,22 +76,30 @@ def test_models_that_cannot_stream_fail_the_load(scenario: Scenario, tmp_path: P
         assert part in str(refusal.value)
 
 
-def _model(text: str, more: str = "") -> Scenario:
+def _model(text: str, **parameters: str) -> Scenario:
+    more = "".join(scenarios.option(*parameter) for parameter in parameters.items())
     config = streamed.config({"x": "FP32"}, {"y": "FP32"})
     return Scenario("endless", scenarios.text(text), config + more)
 
 
 _ENDLESS = "def forward(x):\n    while True:\n        yield x\n"
-_X = {"x": streamed.floats(1)}
 
 
-def _parameter(key: str, value: str) -> str:
-    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+def _sent(served: Served, value: float = 1) -> Any:
+    """Return a request whose stream has begun."""
+    request = _request(served, value)
+    served.model.execute([request])
+    until(lambda: request.sender.responses)
+    return request
+
+
+def _request(served: Served, value: float = 1) -> Any:
+    return served.request({"x": streamed.floats(value)})
 
 
 def _last(served: Served, value: float) -> Any:
     """Return the last response to a request."""
-    return served.send(served.request({"x": streamed.floats(value)}))[0][-1]
+    return served.send(_request(served, value))[0][-1]
 
 
 def _live() -> float:
@@ -107,10 +111,8 @@ _WAITS = "await asyncio.sleep(3600 * (x > 1))"
 _SWALLOWS = f"""
         while True:
             yield x
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 {_WAITS}
-            except asyncio.CancelledError:
-                pass
 """
 
 
@@ -129,9 +131,9 @@ def test_the_stream_of_a_client_that_leaves_is_closed_and_its_memory_free(
 ) -> None:
     closed = tmp_path / "closed"
     touch = f"    finally:\n        pathlib.Path({str(closed)!r}).touch()\n"
-    served = Served(tmp_path, _model("import asyncio\nimport pathlib\n\n\n" + body + touch))
+    served = Served(tmp_path, _model(f"import asyncio, contextlib, pathlib\n\n\n{body}{touch}"))
     closed.unlink()  # of the warm-up
-    request = served.request({"x": streamed.floats(2)})
+    request = _request(served, 2)
     inputs, sender = _inputs(request), request.sender
     served.model.execute([request])
     del request
@@ -147,11 +149,11 @@ def test_the_stream_of_a_client_that_leaves_is_closed_and_its_memory_free(
 
 
 def test_a_stream_that_has_ended_is_not_checked(tmp_path: Path) -> None:
-    """A poll between the end of a stream and of its task does not query Triton, which would die."""
+    """A query of Triton between the end of a stream and of its task would end the server."""
     served = Served(tmp_path, _model(_ENDLESS))
     start: Any = served.model._answer
     for responds in (True, False):
-        client = streaming._Client(served.model._engine, served.request(_X))
+        client = streaming._Client(served.model._engine, _request(served))
         if responds:
             client.send({}, last=True)
         else:
@@ -163,11 +165,9 @@ def test_a_stream_that_has_ended_is_not_checked(tmp_path: Path) -> None:
 def test_an_unexpected_exception_ends_a_stream_and_releases_its_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (
-        "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n    yield x\n"
-        "    if x > 1:\n        raise CallError('other', 'no', code='OF_NO_SERVER')\n"
-    )
-    served = Served(tmp_path, _model(text, _parameter("MAX_STREAMS", "1")))
+    raises = "raise torch_py_backend.errors.CallError('other', 'no', code='OF_NO_SERVER')"
+    text = f"def forward(x):\n    yield x\n    if x > 1:\n        {raises}\n"
+    served = Served(tmp_path, _model(f"import torch_py_backend.errors\n{text}", MAX_STREAMS="1"))
     for value in (2, 1, 2):
         error = _last(served, value).error()
         assert error.code() == fake_triton.TritonError.INTERNAL
@@ -185,7 +185,7 @@ def test_a_response_that_cannot_be_sent_ends_the_stream(
     body: str, place: int, tmp_path: Path
 ) -> None:
     served = Served(tmp_path, _model(body))
-    request = served.request(_X)
+    request = _request(served)
 
     def refuse(count: int) -> None:
         if count == place:
@@ -198,8 +198,8 @@ def test_a_response_that_cannot_be_sent_ends_the_stream(
 
 def test_the_number_of_streams_is_limited(tmp_path: Path) -> None:
     """execute() waits."""
-    served = Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
-    first, second, left, last = (served.request(_X) for _ in range(4))
+    served = Served(tmp_path, _model(_ENDLESS, MAX_STREAMS="2"))
+    first, second, left, last = (_request(served) for _ in range(4))
     served.model.execute([first, second])
     waiting = threading.Thread(target=served.model.execute, args=([left, last],))
     waiting.start()
@@ -217,16 +217,12 @@ def test_the_number_of_streams_is_limited(tmp_path: Path) -> None:
 def test_a_stream_that_waits_is_idle_and_one_that_blocks_is_busy(tmp_path: Path) -> None:
     """EXECUTION_TIMEOUT_MS limits what blocks."""
     free = tmp_path / "free"
-    code = (
-        "import asyncio\nimport os\n\n\nasync def forward(x):\n    yield x\n"
-        f"    while x > 2 and not os.path.exists({str(free)!r}):\n        pass\n    {_WAITS}\n"
-    )
-    served = Served(tmp_path, _model(code))
-    status, clients = served.model._status, [served.request({"x": streamed.floats(2)})]
-    served.model.execute(clients)
-    until(lambda: clients[0].sender.responses)
+    blocks = f"while x > 2 and not os.path.exists({str(free)!r}):\n        pass\n"
+    code = f"async def forward(x):\n    yield x\n    {blocks}    {_WAITS}\n"
+    served = Served(tmp_path, _model(f"import asyncio, os\n\n\n{code}"))
+    status, clients = served.model._status, [_sent(served, 2)]
     until(lambda: status.running_seconds() == 0)
-    clients.append(served.request({"x": streamed.floats(3)}))
+    clients.append(_request(served, 3))
     served.model.execute(clients[1:])
     until(lambda: status.running_seconds() > 3 * streaming._POLL_S)
     free.touch()
@@ -238,9 +234,7 @@ def test_a_stream_that_waits_is_idle_and_one_that_blocks_is_busy(tmp_path: Path)
 
 def test_the_end_of_an_instance_ends_its_streams_with_503(tmp_path: Path) -> None:
     served = Served(tmp_path, _model(_ENDLESS))
-    request = served.request(_X)
-    served.model.execute([request])
-    until(lambda: request.sender.responses)
+    request = _sent(served)
     served.model.finalize()
     assert request.sender.ended.is_set()
     error = request.sender.responses[-1].error()
@@ -262,34 +256,29 @@ def test_the_end_of_an_instance_whose_thread_has_not_begun(
 
     monkeypatch.setattr(runtime, "make_current", begin_late)
     served = Served(tmp_path, _model(_ENDLESS))
-    start: Any = served.model._answer
-    streams = start.__self__
-    request = served.request(_X)
+    request, start = _request(served), served.model._answer
     served.model.execute([request])
     threading.Timer(0.2, closing.set).start()
     served.model.finalize()
     assert request.sender.ended.is_set()
     assert prepared == ["cpu"]
-    assert not streams._thread.is_alive()
-    assert streams._loop.is_closed()
+    assert not start.__self__._thread.is_alive()  # type: ignore[attr-defined]
+    assert start.__self__._loop.is_closed()  # type: ignore[attr-defined]
 
 
 _TICKER = next(entry for entry in streamed.TABLE if entry.scenario.name == "ticker")
 
 
-def test_a_request_that_cannot_be_read_is_refused_alone(tmp_path: Path) -> None:
+def test_a_request_that_cannot_be_read_is_refused_alone_and_the_log_names_one_that_failed(
+    tmp_path: Path,
+) -> None:
     served = Served(tmp_path, _TICKER.scenario)
     good, bad = (served.request(_TICKER.streams[0].inputs) for _ in range(2))
     bad.inputs = lambda: 1 / 0
-    served.model.execute([bad, good])
-    (refused,) = ended(bad)
-    assert refused.error().code() == fake_triton.TritonError.INVALID_ARG
-    _check(_TICKER.streams[0], ended(good))
-
-
-def test_the_log_names_the_request(tmp_path: Path) -> None:
-    served = Served(tmp_path, _TICKER.scenario)
-    served.send(served.request(_TICKER.streams[-1].inputs, "number-9"))
+    failing = served.request(_TICKER.streams[-1].inputs, "number-9")
+    refused, answered, _ = served.send(bad, good, failing)
+    assert refused[0].error().code() == fake_triton.TritonError.INVALID_ARG
+    _check(_TICKER.streams[0], answered)
     until(logged)
     (text,) = logged()
     assert "(requests number-9)" in text
@@ -299,38 +288,35 @@ def test_the_log_names_the_request(tmp_path: Path) -> None:
 def test_a_fatal_error_ends_live_and_new_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = Served(
-        tmp_path,
-        _model(
-            "def forward(x):\n    while True:\n        if float(x) > 1:\n"
-            "            raise RuntimeError('device gone')\n        yield x\n"
-        ),
-    )
-    failures = served.model._engine.failures
-    living = served.request(_X)
-    served.model.execute([living])
-    until(lambda: living.sender.responses)
+    text = "def forward(x):\n    while True:\n        assert x < 2\n        yield x\n"
+    served = Served(tmp_path, _model(text))
+    living = _sent(served)
     lose_device(monkeypatch)
     for response in (_last(served, 2), ended(living)[-1]):
         assert response.error().code() == fake_triton.TritonError.UNAVAILABLE
     assert "fatal error" in _last(served, 1).error().message()
-    assert failures.fatal is not None
+    assert served.model._engine.failures.fatal is not None
     assert not served.model.is_ready()
     (poisoned,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
     until(lambda: poisoned.value() == 1)
 
 
 def test_a_task_that_raises_system_exit_ends_no_stream(tmp_path: Path) -> None:
-    served = Served(
-        tmp_path,
-        _model(
-            "import asyncio\nimport sys\n\n\nasync def _leave():\n    sys.exit(3)\n\n\n"
-            "async def forward(x):\n    yield x\n    if x > 1:\n"
-            "        forward.task = asyncio.create_task(_leave())\n"
-            "        forward.task.add_done_callback(asyncio.Task.exception)\n"
-            "        await asyncio.sleep(0.01)\n        yield x\n"
-        ),
-    )
+    text = """
+import asyncio, sys
+
+async def _leave():
+    sys.exit(3)
+
+async def forward(x):
+    yield x
+    if x > 1:
+        forward.task = asyncio.create_task(_leave())
+        forward.task.add_done_callback(asyncio.Task.exception)
+        await asyncio.sleep(0.01)
+        yield x
+"""
+    served = Served(tmp_path, _model(text))
     for _ in range(2):
-        (responses,) = served.send(served.request({"x": streamed.floats(2)}))
+        (responses,) = served.send(_request(served, 2))
         assert [response.error() for response in responses] == [None, None]

@@ -44,25 +44,21 @@ def _values(response: Any) -> list[int]:
     return values
 
 
-def test_a_batch_has_the_context_of_its_first_traced_request(tmp_path: Path) -> None:
-    served = _Served(tmp_path, "plain")
-    requests = served.traced(), served.traced(*_FIRST), served.traced(*_SECOND)
-    assert served.run(*requests) == [[traced.ends(*_FIRST)]] * 3
-    assert served.run(served.traced(), served.traced()) == [[_NONE]] * 2
-
-
-def test_hooks_run_in_the_context_of_their_request(tmp_path: Path) -> None:
-    served = _Served(tmp_path, "hooked")
-    requests = served.traced(*_FIRST), served.traced(), served.traced(*_SECOND)
-    assert served.run(*requests) == [[traced.ends(*_FIRST)], [_NONE], [traced.ends(*_SECOND)]]
+def test_a_batch_has_the_context_of_its_first_traced_request_and_hooks_their_own(
+    tmp_path: Path,
+) -> None:
+    first, second = traced.ends(*_FIRST), traced.ends(*_SECOND)
+    for name, expected in (("plain", [first] * 3), ("hooked", [_NONE, first, second])):
+        served = _Served(tmp_path / name, name)
+        requests = served.traced(), served.traced(*_FIRST), served.traced(*_SECOND)
+        assert served.run(*requests) == [[one] for one in expected]
+        assert served.run(served.traced(), served.traced()) == [[_NONE]] * 2
 
 
 def test_a_step_of_a_sequence_has_the_context_of_its_request(tmp_path: Path) -> None:
     served = _Served(tmp_path, "sums")
-    first = served.traced(*_FIRST, turn=Turn(7, starts=True))
-    second = served.traced(*_SECOND, turn=Turn(7, ends=True))
-    assert served.run(first) == [[traced.ends(*_FIRST)]]
-    assert served.run(second) == [[traced.ends(*_SECOND)]]
+    for ids, turn in ((_FIRST, Turn(7, starts=True)), (_SECOND, Turn(7, ends=True))):
+        assert served.run(served.traced(*ids, turn=turn)) == [[traced.ends(*ids)]]
 
 
 @pytest.mark.parametrize("name", ["yields", "steps"])

@@ -26,7 +26,7 @@ from torch_py_backend.processes import private_files
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder."""
+    """The folder of the model in the user's cache."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     return tmp_path / "home" / ".cache" / "torch-py-backend" / "compile_cache" / build.MODEL
@@ -92,10 +92,10 @@ def test_model_folder_that_cannot_be_written(
     (tmp_path / "compile_cache").touch()
     assert used(tmp_path) == home
     assert f"compiled code cannot be kept in {tmp_path / 'compile_cache'}: " in caplog.text
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    temporary = Path(tempfile.mkdtemp(dir=tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("HOME", str(tmp_path / "compile_cache"))
-    assert used(tmp_path).is_relative_to(tmp_path / "tmp")
+    assert used(tmp_path).is_relative_to(temporary)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -105,21 +105,21 @@ def test_cache_in_an_image(
 ) -> None:
     """Another user starts with the graphs of root's read-only cache if it may read them."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "digits"
-        (folder / "compile_cache" / "fxgraph").mkdir(parents=True)
-        (folder / "compile_cache" / "fxgraph" / "graph").write_text("compiled")
-        (folder / "compile_cache").chmod(mode)
-        (Path(name) / "home").mkdir()
-        os.chown(Path(name) / "home", 12345, -1)
+        home, cache = Path(name, "home"), Path(name, "digits", "compile_cache")
+        (cache / "fxgraph").mkdir(parents=True)
+        (cache / "fxgraph" / "graph").write_text("compiled")
+        cache.chmod(mode)
+        home.mkdir()
+        os.chown(home, 12345, -1)
         Path(name).chmod(0o755)
-        monkeypatch.setenv("HOME", f"{name}/home")
+        monkeypatch.setenv("HOME", str(home))
         os.seteuid(12345)
         try:
-            cache = used(folder)
+            copy = used(cache.parent)
         finally:
             os.seteuid(0)
-        assert cache.is_relative_to(Path(name) / "home")
-        assert (cache / "fxgraph" / "graph").exists() is found
+        assert copy.is_relative_to(home)
+        assert (copy / "fxgraph" / "graph").exists() is found
 
 
 def _compile(folder: Path, start: Any, others: Any, compiled: Any) -> None:

@@ -128,11 +128,6 @@ def test_values_of_the_owner(make: Callable[[], nn.Module], join: Join) -> None:
         assert torch.equal(values[name], weight)
 
 
-def test_nothing_to_share(join: Join) -> None:
-    with pytest.raises(ConfigError, match="the model exposes none"):
-        join(None)
-
-
 class Unexported(torch.Tensor):
     """As memory of an allocator that does not export it."""
 
@@ -140,7 +135,11 @@ class Unexported(torch.Tensor):
         raise RuntimeError("not supported")
 
 
-def test_memory_that_cannot_be_exported_is_the_reason_of_a_refusal(join: Join) -> None:
+def test_no_weights_or_memory_that_cannot_be_exported_is_the_reason_of_a_refusal(
+    join: Join,
+) -> None:
+    with pytest.raises(ConfigError, match="the model exposes none"):
+        join(None)
     module = nn.Linear(4, 3)
     module.register_buffer("table", torch.ones(3).as_subclass(Unexported))
     with pytest.raises(ConfigError, match="cannot be shared: RuntimeError: not supported"):

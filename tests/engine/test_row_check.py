@@ -38,15 +38,12 @@ _INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _call(forward: Callable[[Tensor], Tensor]) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
-    """Return what computes the outputs of items, as an engine does."""
+    """Return what computes the outputs of one item, as an engine does."""
 
     def call(items: Sequence[Item]) -> Sequence[Outcome]:
-        (item,) = items
-        x = item["x"]
-        assert isinstance(x, Tensor)
         try:
             with torch.no_grad():
-                return [{"y": forward(x)}]
+                return [{"y": forward(torch.as_tensor(items[0]["x"]))}]
         except IndexError as error:
             return [ForwardError(error)]
 

@@ -54,8 +54,8 @@ def test_only_the_switch_of_the_config_changes(option: str | None) -> None:
 
 @pytest.mark.parametrize(("value", "expected"), [("high", "high"), (None, "medium")])
 def test_matmul_precision(value: str | None, expected: str) -> None:
-    before = torch.get_float32_matmul_precision()
     options = Options(float32_matmul_precision=value)
+    before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
         runtime.set_switches(options, Threads(1, torch.get_num_interop_threads()))
@@ -138,10 +138,11 @@ def test_a_gpu_that_torch_cannot_use_fails_the_load(
 @pytest.mark.parametrize(
     ("device", "weights", "expected"),
     [
-        pytest.param(CPU, [torch.ones(1, device=META)], CPU, id="given"),
-        pytest.param(None, [torch.ones(1, device=META), torch.ones(1)], META, id="weights'"),
-        pytest.param(None, [], CPU, id="no weights"),
+        (CPU, [torch.ones(1, device=META)], CPU),
+        (None, [torch.ones(1, device=META), torch.ones(1)], META),
+        (None, [], CPU),
     ],
+    ids=["given", "weights'", "no weights"],
 )
 def test_inputs_go_to_the_model(
     device: torch.device | None, weights: list[Tensor], expected: torch.device
@@ -152,8 +153,7 @@ def test_inputs_go_to_the_model(
         module.register_buffer(str(number), weight)
     engine = _engine(device, module, enable_cache_cleaning=True)
     (column,) = engine.to_device([torch.ones(2, 3)])
-    assert isinstance(column, Tensor)
-    assert engine.device == column.device == expected
+    assert engine.device == torch.as_tensor(column).device == expected
     assert engine.on_cpu is (expected == CPU)
     assert not engine._cleans, "there is no CUDA cache"
 
@@ -172,7 +172,7 @@ def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> No
     with FakeTensorMode():  # it stands for a GPU: shapes and devices without values
         columns = engine.to_device([on_host, torch.empty(2, 3, device="cuda:0")])
     assert columns[0] is on_host
-    assert [column.device for column in columns if isinstance(column, Tensor)] == [CPU, CPU]
+    assert torch.as_tensor(columns[1]).device == CPU
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])

@@ -1,5 +1,4 @@
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +49,6 @@ def _shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
-def _compressed(folder: Path) -> None:
-    scenarios.saved(STATE)(folder)
-    path = folder / "model.pt"
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-
-
 def _exported(folder: Path) -> None:
     program = torch.export.export(NET, (torch.ones(2, 3, 8, 8),))
     torch.export.save(program, folder / "model.pt2")
@@ -95,14 +84,14 @@ def test_instances_share_the_weights_of_a_file(write: Writer, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("write", "options"),
     [
-        pytest.param(_LEGACY, {}, id="legacy"),
-        pytest.param(_compressed, {}, id="compressed"),
-        pytest.param(_HALF, {}, id="converted"),
-        pytest.param(_SAVED, {"optimize": ("channels_last",)}, id="channels_last"),
-        pytest.param(_SAVED, {"optimize": ("bf16",)}, id="16 bits"),
-        pytest.param(_SCRIPT, {"optimize": ("freeze",)}, id="frozen"),
-        pytest.param(lambda folder: None, {"weights": "none"}, id="none"),
+        (_LEGACY, {}),
+        (_HALF, {}),
+        (_SAVED, {"optimize": ("channels_last",)}),
+        (_SAVED, {"optimize": ("bf16",)}),
+        (_SCRIPT, {"optimize": ("freeze",)}),
+        (lambda folder: None, {"weights": "none"}),
     ],
+    ids=["legacy", "converted", "channels_last", "16 bits", "frozen", "none"],
 )
 def test_weights_that_are_not_shared(
     write: Writer, options: dict[str, Any], tmp_path: Path

@@ -18,8 +18,15 @@ from torch_py_backend.composition import model, stand_in
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Streams
-from torch_py_backend.errors import ForwardError, OutputError, UnavailableError
+from torch_py_backend.errors import ForwardError, OutputError
 from torch_py_backend.values import Value
+
+
+def _one(forward: Any, client: Recorder | None = None) -> Recorder:
+    """Return the client of one stream."""
+    client = client or Recorder()
+    run(engine(forward), (item(1), client))
+    return client
 
 
 def test_streams_take_turns() -> None:
@@ -49,16 +56,13 @@ def test_an_awaiting_stream_does_not_block_others() -> None:
     assert len(running.values) == len(waiting.values) == 5
 
 
-def test_any_exception_ends_the_stream() -> None:
-    for error in (SystemExit, asyncio.CancelledError, GeneratorExit):
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_any_exception_ends_the_stream(error: type[BaseException]) -> None:
+    def forward(x: Tensor) -> Iterator[Tensor]:
+        yield x
+        raise error
 
-        def forward(x: Tensor, error: type[BaseException] = error) -> Iterator[Tensor]:
-            yield x
-            raise error
-
-        recorder = Recorder()
-        run(engine(forward), (item(1), recorder))
-        assert isinstance(recorder.error, ForwardError)
+    assert isinstance(_one(forward).error, ForwardError)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -83,17 +87,20 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
     assert [value.is_cuda for value in sent] == [on_gpu]
 
 
-def test_a_failing_close_of_a_generator_is_an_error_of_its_stream() -> None:
+@pytest.mark.parametrize(
+    ("value", "leaves", "says"),
+    [(torch.ones(1, 4), 1, "not so fast"), (torch.ones(1, 4).long(), None, "is int64")],
+)
+def test_a_generator_that_fails_when_it_is_closed_hides_no_earlier_error(
+    value: Tensor, leaves: int | None, says: str
+) -> None:
     def forward(x: Tensor) -> Iterator[Tensor]:
         try:
-            while True:
-                yield x
+            yield value
         finally:
             raise ValueError("not so fast")
 
-    recorder = Recorder(leaves_after=1)
-    run(engine(forward), (item(3), recorder))
-    assert "forward() raised ValueError: not so fast" in str(recorder.error)
+    assert says in str(_one(forward, Recorder(leaves)).error)
 
 
 def test_each_call_of_the_model_has_a_time_limit_of_its_own() -> None:
@@ -127,20 +134,6 @@ def test_a_context_open_at_a_yield() -> None:
     assert other.values == [[[2.0]]]
     assert inside == [False]
     assert runtime.thread_state(torch.device("cpu")) == before
-
-
-def test_streams_end_with_the_owner_of_shared_weights() -> None:
-    """No response is computed with the memory of a process that has ended."""
-
-    def forward(x: Tensor) -> Iterator[Tensor]:
-        while True:
-            yield x
-
-    model, recorder = engine(forward), Recorder()
-    model._shared = mock.Mock(lost=lambda: len(recorder.values) == 2)
-    run(model, (item(1), recorder))
-    assert len(recorder.values) == 2
-    assert isinstance(recorder.error, UnavailableError)
 
 
 State = tuple[Tensor, int]
@@ -270,62 +263,34 @@ def test_a_stream_keeps_its_current_state_only() -> None:
     assert not any(alive[2:])
 
 
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [
-        ([], "a list without a pair for each stream"),
-        ([torch.ones(1)], "a list without"),
-        ([(None, None, None)], "expected a list with 1 pair"),
-        (torch.ones(1), "a Tensor"),
-    ],
-)
-def test_step_returns_something_else_than_pairs(returned: Any, says: str) -> None:
-    recorder = Recorder()
-    run(engine(Counter().begin, lambda states: returned), (item(1), recorder))
-    assert isinstance(recorder.error, OutputError)
-    assert says in str(recorder.error)
-
-
 def _autocast_stays(states: list[Any]) -> Any:
     torch.autocast("cpu", torch.bfloat16).__enter__()
     return [(None, torch.ones(1, 1)) for _ in states]
 
 
+_ONES = torch.ones(2, 1)
+
+
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (lambda _: (torch.ones(2, 1), torch.ones(2, 1)), "a tuple without a pair"),  # all states
+        (lambda _: [], "a list without a pair for each stream"),
+        (lambda _: [_ONES, _ONES], "a list without"),
+        (lambda _: [(None, None, None)] * 2, "expected a list with 2 pairs"),
+        (lambda _: _ONES, "a Tensor"),
+        (lambda _: (_ONES, _ONES), "a tuple without a pair"),  # it can be unpacked
         (_autocast_stays, "yields within torch.autocast"),
     ],
-    ids=["tensors that unpack", "a context left open"],
 )
 def test_step_that_would_swap_or_spoil_streams_ends_all(step: Any, says: str) -> None:
     """Halves are not tried: with one stream the same result may look right."""
     enabled, recorders = torch.is_autocast_enabled("cpu"), [Recorder(), Recorder()]
-    calls = 0
-
-    def counted(states: list[Any]) -> Any:
-        nonlocal calls
-        calls += 1
-        return step(states)
-
+    called = mock.Mock(side_effect=step)
     try:
-        run(engine(Counter().begin, counted), *((item(1), recorder) for recorder in recorders))
+        run(engine(Counter().begin, called), *((item(1), recorder) for recorder in recorders))
     finally:
         torch.set_autocast_enabled("cpu", enabled)
-    assert calls == 1
+    assert called.call_count == 1
     for recorder in recorders:
         assert isinstance(recorder.error, OutputError)
         assert says in str(recorder.error)
-
-
-def test_generator_that_raises_when_it_is_closed_hides_no_earlier_error() -> None:
-    def forward(x: Tensor) -> Any:
-        try:
-            yield torch.ones(1, 4, dtype=torch.int64)
-        finally:
-            raise ValueError("in finally")
-
-    recorder = Recorder()
-    run(engine(forward), (item(1), recorder))
-    assert isinstance(recorder.error, OutputError)

@@ -51,6 +51,7 @@ def store(folder: Path, files: _Files) -> Path:
 
 _PY: _Files = {"model.py": source}
 _TWO: _Files = {"net.py": source, "net.pt": weights, "model.pt": script}
+_BELOW: _Files = {"sub/net.py": source, "sub/net.pth": weights}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -72,12 +73,7 @@ _INDEX = "model.safetensors.index.json"
         # default_model_filename.
         (_PY | {"model.pt2": aoti}, "model.pt2", ArtifactType.AOTI, "model.pt2"),
         (_TWO, "net.py", ArtifactType.MODULE, "net.py net.pt"),
-        (
-            {"sub/net.py": source, "sub/net.pth": weights},
-            "sub/net.pth",
-            ArtifactType.MODULE,
-            "sub/net.py sub/net.pth",
-        ),
+        (_BELOW, "sub/net.pth", ArtifactType.MODULE, "sub/net.py sub/net.pth"),
         # Triton sets model.pt for `platform: "pytorch_libtorch"`.
         ({"model.pt2": exported}, "model.pt", ArtifactType.EXPORTED, "model.pt2"),
         (_PY | {"model.pt": weights}, "model.pt", ArtifactType.MODULE, "model.py model.pt"),
@@ -102,9 +98,7 @@ def test_error_lists_the_existing_files_and_the_expected_names(tmp_path: Path) -
         discovery.find(build.config(tmp_path))
 
 
-def test_named_weights_may_be_beside_the_versions_and_links_within_the_model(
-    tmp_path: Path,
-) -> None:
+def test_named_weights_may_be_beside_versions_and_links_within_the_model(tmp_path: Path) -> None:
     store(tmp_path / "store", _PY | {"epoch7.pt": weights, "../2/best.pt": weights})
     (tmp_path / "store" / "1" / "best.pt").symlink_to("epoch7.pt")
     (tmp_path / "digits").symlink_to(tmp_path / "store")
@@ -165,37 +159,31 @@ def test_files_of_the_weights_are_the_file_and_its_existing_shards(
     assert [path.name for path in artifact.weight_files()] == expected
 
 
-def raw(content: bytes) -> _Writer:
-    return lambda path: path.write_bytes(content)
-
-
 _STATE = models.Affine().state_dict()
-CONTENTS: dict[str, tuple[_Writer, ArtifactType]] = {
-    "constants": (archive("data.pkl", "constants.pkl"), ArtifactType.TORCHSCRIPT),
-    "extra files": (
+CONTENTS: tuple[tuple[_Writer, ArtifactType], ...] = (
+    (archive("data.pkl", "constants.pkl"), ArtifactType.TORCHSCRIPT),
+    (
         lambda path: torch.jit.save(
             torch.jit.script(nn.ReLU()), path, _extra_files={"models/labels.json": "{}"}
         ),
         ArtifactType.TORCHSCRIPT,
     ),
-    "legacy state_dict": (
+    (
         lambda path: torch.save(_STATE, path, _use_new_zipfile_serialization=False),
         ArtifactType.WEIGHTS,
     ),
-    "other zip": (archive("notes.txt"), ArtifactType.UNKNOWN),
-    "safetensors": (lambda path: safetensors.torch.save_file(_STATE, path), ArtifactType.WEIGHTS),
+    (archive("notes.txt"), ArtifactType.UNKNOWN),
+    (lambda path: safetensors.torch.save_file(_STATE, path), ArtifactType.WEIGHTS),
     # A package may hold its program, too.
-    "AOTInductor package": (
-        archive("models/model.json", "data/aotinductor/model/abc.so"),
-        ArtifactType.AOTI,
-    ),
-    "head of a zip": (raw(b"PK\x03\x04" + bytes(60)), ArtifactType.UNKNOWN),
-}
+    (archive("models/model.json", "data/aotinductor/model/abc.so"), ArtifactType.AOTI),
+    (lambda path: path.write_bytes(b"PK\x03\x04" + bytes(60)), ArtifactType.UNKNOWN),
+)
 
 
-@pytest.mark.parametrize("name", CONTENTS)
-def test_type_follows_from_the_first_bytes_and_the_members(name: str, tmp_path: Path) -> None:
-    write, content = CONTENTS[name]
+@pytest.mark.parametrize(("write", "content"), CONTENTS)
+def test_type_follows_from_the_first_bytes_and_the_members(
+    write: _Writer, content: ArtifactType, tmp_path: Path
+) -> None:
     write(tmp_path / "model.pt")
     assert discovery.file_type(tmp_path / "model.pt") is content
 
@@ -261,10 +249,8 @@ def test_imports_are_followed_and_packages_are_whole(
 
 def test_index_is_renamed_and_shards_beside_it_keep_their_names(tmp_path: Path) -> None:
     outside = os.fspath(tmp_path / "secret.safetensors")
-    keys = dict(
-        enumerate(["net-1.safetensors", "gone.safetensors", "../secret.safetensors", outside])
-    )
-    index = json.dumps({"weight_map": keys})
+    names = ["net-1.safetensors", "gone.safetensors", "../secret.safetensors", outside]
+    index = json.dumps({"weight_map": dict(enumerate(names))})
     files = {"net.py": "", "net.safetensors.index.json": index, "net-1.safetensors": ""}
     source = _lay_out(tmp_path / "mine", files)
     _lay_out(tmp_path, {"secret.safetensors": "", "mine/other.safetensors": ""})

@@ -13,7 +13,6 @@ from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading.hooks import Hook, Hooks
 
 _NET = "def forward(x):\n    return x\n"
-_POST = "    def postprocess(self, result):\n        return result\n"
 
 
 def load(folder: Path, code: str, **overrides: Any) -> Hooks:
@@ -26,13 +25,10 @@ def load(folder: Path, code: str, **overrides: Any) -> Hooks:
 
 
 def method(definition: str) -> str:
-    return f"class Hooks:\n    {definition}:\n        return None\n"
+    return f"class Hooks:\n    {definition}: ...\n"
 
 
-def test_hooks_are_methods_or_functions_of_a_class_that_may_take_the_folder(tmp_path: Path) -> None:
-    hooks = load(
-        tmp_path,
-        """
+_FUNCTIONS = """
 class Hooks:
     def __init__(self, folder):
         self.folder = folder
@@ -40,70 +36,43 @@ class Hooks:
     postprocess = staticmethod(lambda result: 1)
 
     def preprocess(self, x, y=1): ...
-""",
-    )
+"""
+
+
+def test_hooks_are_methods_or_functions_of_a_class_that_may_take_the_folder(tmp_path: Path) -> None:
+    hooks = load(tmp_path, _FUNCTIONS)
     assert hooks.preprocess is not None
     assert hooks.preprocess.method.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
     assert hooks.postprocess is not None
     assert hooks.postprocess(2) == 1
 
 
-_ONE = "def preprocess(self, x)"
+_BOTH = "def postprocess(self, x): ...\n    def postprocess_batch(self, x)"
+_NO_PAIR = "def preprocess_batch(self, x): ...\n    def collate(self, rows)"
+_INIT = "def preprocess(self, x): ...\n    def __init__(self"
+_FAILS = "def __init__(self):\n        1 / 0\n    def preprocess(self, x)"
+_ONE = "def preprocess(self, x, parameters)"
+_UNBATCHED = {"max_batch_size": 0}
 
 
 @pytest.mark.parametrize(
-    ("code", "overrides", "error", "message"),
+    ("definition", "overrides", "error", "message"),
     [
-        (
-            f"class Hooks:\n    def __init__(self, folder, size):\n        pass\n{_POST}",
-            {},
-            ArtifactError,
-            "missing 1 required positional argument: 'size'. Its arguments are none, or `folder`",
-        ),
-        (
-            f"class Hooks:\n    def __init__(self):\n        raise OSError('no labels')\n{_POST}",
-            {},
-            ArtifactError,
-            "Hooks() in hooks.py fails at line 3: OSError: no labels",
-        ),
-        ("class Hooks:\n    def add(self): ...\n", {}, ArtifactError, "no class Hooks with hooks"),
-        (
-            method("def inference(self, module)"),
-            {},
-            ArtifactError,
-            "hooks.py: inference was removed. Call",
-        ),
-        (
-            method("def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)"),
-            {},
-            ArtifactError,
-            "has collate() and no preprocess()",
-        ),
-        (
-            method("def postprocess(self, x):\n        pass\n    def postprocess_batch(self, x)"),
-            {"max_batch_size": 0},
-            ArtifactError,
-            "has postprocess() and postprocess_batch()",
-        ),
-        (
-            method("def postprocess_batch(self, x)"),
-            {"max_batch_size": 0},
-            ConfigError,
-            "postprocess_batch() takes batches, and max_batch_size is 0",
-        ),
-        (
-            method("def preprocess(self, x, parameters)"),
-            {"response_cache": True},
-            ConfigError,
-            "hooks take parameters, which response_cache does not compare",
-        ),
+        (_INIT + ", folder, size)", {}, ArtifactError, "'size'. Its arguments are none, or"),
+        (_FAILS, {}, ArtifactError, "Hooks() in hooks.py fails at line 3: ZeroDivisionError"),
+        ("def add(self)", {}, ArtifactError, "no class Hooks with hooks"),
+        ("def inference(self, x)", {}, ArtifactError, "hooks.py: inference was removed. Call"),
+        (_NO_PAIR, {}, ArtifactError, "has collate() and no preprocess()"),
+        (_BOTH, _UNBATCHED, ArtifactError, "has postprocess() and postprocess_batch()"),
+        ("def postprocess_batch(self, x)", _UNBATCHED, ConfigError, "max_batch_size is 0"),
+        (_ONE, {"response_cache": True}, ConfigError, "which response_cache does not compare"),
     ],
 )
 def test_hooks_that_are_refused(
-    code: str, overrides: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+    definition: str, overrides: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error) as refusal:
-        load(tmp_path, code, **overrides)
+        load(tmp_path, method(definition), **overrides)
     assert message in str(refusal.value)
 
 
@@ -111,10 +80,7 @@ def test_hooks_that_are_refused(
     ("overrides", "setting"),
     [
         ({"pad": {"x": {}}}, "PAD is set"),
-        (
-            {"batch_outputs": {"y": "x"}},
-            "config.pbtxt has batch_input or batch_output",
-        ),
+        ({"batch_outputs": {"y": "x"}}, "config.pbtxt has batch_input or"),
     ],
 )
 def test_settings_that_hooks_exclude(

@@ -5,15 +5,8 @@ from pathlib import Path
 import pytest
 from stateful import config, make_state
 
-from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.loading import initial_states
-
-
-def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> ModelConfig:
-    (folder / "initial_state").mkdir()
-    (folder / "initial_state" / "f").write_bytes(content)
-    return config(make_state(dtype=dtype, dims=dims, file="f"), folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +19,11 @@ def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> Mo
 def test_a_file_that_is_too_short_is_refused(
     dtype: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "initial_state").mkdir()
+    (tmp_path / "initial_state" / "f").write_bytes(content)
+    state = make_state(dtype=dtype, dims=(2,), file="f")
     with pytest.raises(ArtifactError) as refusal:
-        initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)
+        initial_states.find(config(state, folder=tmp_path), 1)
     assert "data_file of the state 'total'" in str(refusal.value)
     assert message in str(refusal.value)
 
