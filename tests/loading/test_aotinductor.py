@@ -144,7 +144,7 @@ def test_leaves_of_a_tree_are_in_the_order_of_the_package(
     names = ("KWARGS[scale]", "ARGS[1][a][0]", "ARGS[0]", "ARGS[1][z]")
     outputs = (build.spec("RESULT[nested][0]"), build.spec("y"))
     config = build.config(inputs=tuple(map(build.spec, names)), outputs=outputs)
-    loaded = aotinductor.load(Artifact(ArtifactType.AOTI, PACKAGE), config, CPU)
+    loaded = aotinductor.load(ARTIFACT, config, CPU)
     assert loaded.rows == rows
     scale, a, x, z = sent = torch.rand(4, 1, 4)
     (outcome,) = Engine(config, loaded, CPU).run([dict(zip(names, sent, strict=True))])
