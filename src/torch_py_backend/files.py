@@ -11,8 +11,7 @@ from pathlib import Path
 def replace(path: Path, content: bytes, mode: int | None = None) -> None:
     """Write a file atomically. A link is replaced; resolve the path to replace its target.
 
-    Without a `mode` it has the permissions of the file that it replaces, 644 if it is new. Raises
-    OSError if it cannot be written.
+    Without a `mode` it has the permissions of the file that it replaces, 644 if it is new.
     """
     if mode is None:
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import tritonclient.grpc
 from numpy.typing import NDArray
+from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
 from tritonclient.utils import triton_to_np_dtype
 
 from torch_py_backend.errors import InputError, ToolError, join_names
@@ -41,8 +41,8 @@ class LocalServer:
         with torch_py_backend.serve("models") as server:
             outputs = server.infer("net", x)
 
-    The block begins when every model is READY. The server ends with the block, and with this
-    process if it is killed. Models that die meanwhile are reloaded.
+    The block begins when every model is READY; models that die are reloaded. The server ends with
+    the block, and with this process if it is killed.
 
     Attributes:
         repository: the model repository: a folder, or the URL of one in an object store.
@@ -81,11 +81,9 @@ class LocalServer:
         """Start the server, wait until every model is READY, and return the server."""
         if self._thread is not None:
             raise ToolError("the server runs already; stop it first.")
-        path = remote_repository.local(str(self.repository), self.cache, _report)
-        ports = (self.http_port, self.grpc_port, self.metrics_port, 0)
         server = Server(
-            path,
-            ports,
+            remote_repository.local(str(self.repository), self.cache, _report),
+            (self.http_port, self.grpc_port, self.metrics_port, 0),
             executable=self.tritonserver,
             arguments=self.arguments,
             own_temporary=True,
@@ -126,12 +124,7 @@ class LocalServer:
         self._thread = None
         atexit.unregister(self.stop)
 
-    def _run(
-        self,
-        server: Server,
-        names: Sequence[str],
-        started: futures.Future[None],
-    ) -> None:
+    def _run(self, server: Server, names: Sequence[str], started: futures.Future[None]) -> None:
         """Run the server until `stop`; set the result when every model is READY."""
 
         def check_loads(reasons: Mapping[str, str]) -> None:
@@ -162,13 +155,13 @@ class LocalServer:
         return f"http://{self.http_address}"
 
     @functools.cached_property
-    def client(self) -> tritonclient.grpc.InferenceServerClient:
+    def client(self) -> InferenceServerClient:
         """A client of the gRPC endpoint."""
         self._check_started()
-        return tritonclient.grpc.InferenceServerClient(self.grpc_address)
+        return InferenceServerClient(self.grpc_address)
 
     def infer(self, model: str, inputs: Any, *, version: str = "") -> Outputs:
-        """Send one request, and return the outputs by name.
+        """Send one request, and return the outputs by name; strings are arrays of bytes.
 
         Args:
             model: its name.
@@ -176,9 +169,6 @@ class LocalServer:
                 an array, numbers, or a list of str or bytes, with the batch dimension if the model
                 has one. Numbers are converted to the type of the input.
             version: by default the latest.
-
-        Returns:
-            Arrays; strings are arrays of bytes.
 
         Raises:
             InputError: the inputs do not fit the model.
@@ -197,37 +187,28 @@ class LocalServer:
         response; a stream whose process dies does not end. To close the iterator cancels it.
         """
         sent = self._inputs(model, inputs, version)
-        answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         has_ended = False
         # A client has one stream at a time.
-        client = tritonclient.grpc.InferenceServerClient(self.grpc_address)
+        client = InferenceServerClient(self.grpc_address)
         try:
-            client.start_stream(
-                lambda result, error: answers.put((result, error)), stream_timeout=timeout
-            )
-            client.async_stream_infer(
-                model, sent, model_version=version, enable_empty_final_response=True
-            )
+            client.start_stream(lambda **answer: answers.put(answer), stream_timeout=timeout)
+            client.async_stream_infer(model, sent, version, enable_empty_final_response=True)
             while not has_ended:
-                result, error = answers.get()
+                answer = answers.get()
                 has_ended = True
-                if error is not None:
-                    raise error
-                parameters = result.get_response().parameters
+                if answer["error"] is not None:
+                    raise answer["error"]
+                parameters = answer["result"].get_response().parameters
                 has_ended = parameters["triton_final_response"].bool_param
-                if outputs := _outputs(result):
+                if outputs := _outputs(answer["result"]):
                     yield outputs
         finally:
             # Triton waits at its end for a stream that was cancelled after an error.
             client.stop_stream(cancel_requests=not has_ended)
             client.close()
 
-    def _inputs(
-        self,
-        model: str,
-        inputs: Any,
-        version: str,
-    ) -> list[tritonclient.grpc.InferInput]:
+    def _inputs(self, model: str, inputs: Any, version: str) -> list[InferInput]:
         """Return values as inputs of tritonclient, in the types of the model's inputs."""
         metadata = self.client.get_model_metadata(model, version)
         tensors = {tensor.name: tensor for tensor in metadata.inputs}
@@ -244,8 +225,8 @@ class LocalServer:
             array = _array(name, value, datatype)
             if array.ndim == len(shape) - 1 and shape[-1] == 1:  # one value for each row
                 array = array[..., None]
-            sent.append(tritonclient.grpc.InferInput(name, list(array.shape), datatype))
-            sent[-1].set_data_from_numpy(array)
+            tensor = InferInput(name, list(array.shape), datatype)
+            sent.append(tensor.set_data_from_numpy(array))
         return sent
 
     def _check_started(self) -> None:
@@ -263,7 +244,7 @@ def _report(line: str | Event) -> None:
         print(line, file=sys.stderr)  # noqa: T201
 
 
-def _outputs(result: tritonclient.grpc.InferResult) -> Outputs:
+def _outputs(result: InferResult) -> Outputs:
     names = [output.name for output in result.get_response().outputs]
     return {name: result.as_numpy(name).copy() for name in names}  # they are read-only
 

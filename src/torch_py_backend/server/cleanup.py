@@ -28,11 +28,8 @@ _OWNER = "owner"
 class ServerFolder:
     """The resources of one server, which are removed when this is closed.
 
-    A locked file marks the owner, and not a process ID, which means nothing in other containers.
-
-    Attributes:
-        prefix: the prefix of the names of its regions of shared memory.
-        path: its temporary folder, with the `status` files of its instances and its `backends`.
+    They are regions of shared memory, whose names have the `prefix`, and a temporary folder. A
+    locked file marks the owner, and not a process ID, which means nothing in other containers.
     """
 
     def __init__(self) -> None:
@@ -48,8 +45,7 @@ class ServerFolder:
             # Locked before it is written: `sweep` ignores an empty file.
             fcntl.flock(owner, fcntl.LOCK_EX)
             os.write(owner, os.fsencode(self.path))
-            # systemd-tmpfiles, which removes old files in /tmp, leaves locked folders alone. Other
-            # file systems, such as NFS, may not lock folders.
+            # systemd-tmpfiles, which removes old files, leaves locked folders alone; NFS has none.
             folder = os.open(self.path, os.O_RDONLY)
             stack.callback(os.close, folder)
             with contextlib.suppress(OSError):
@@ -73,8 +69,7 @@ def remove(prefix: str, folder: Path) -> None:
 def sweep() -> None:
     """Clean up after servers whose owners were killed."""
     for path in SHARED_MEMORY.glob(f"{NAME}*_{_OWNER}"):
-        # OSError: it is no file, or another process holds the lock. Only this user's files are
-        # read: this may run as root, for a file that another user has written.
+        # OSError: it is no file, or has an owner. This may run as root, and others write files.
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.getuid():
                 with path.open("r+b") as file:
@@ -85,10 +80,7 @@ def sweep() -> None:
 
 
 def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool | None:
-    """Return whether the server with this status folder has started a process.
-
-    None: unknown, because it has ended or is just ending.
-    """
+    """Return whether the server with this folder has started a process; None: it is ending."""
     with contextlib.suppress(psutil.Error, OSError):
         if variables := process.environ():
             return bool(variables.get(instance_status.VARIABLE) == str(status_folder))

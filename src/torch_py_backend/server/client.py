@@ -1,19 +1,17 @@
 """A client of one tritonserver: the states of its models, loads and unloads.
 
-Loads and unloads use gRPC, where Triton has a thread for each load; over HTTP, other connections
-would wait for it. Here, no thread waits: a call is a future that is polled.
+Loads use gRPC: over HTTP, other connections would wait for them. A call is a future that is polled.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import http.client
 import json
 import re
 import urllib.parse
 import urllib.request
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +49,7 @@ class ModelState(NamedTuple):
 
     Attributes:
         ready: whether at least one version serves.
-        unloaded: whether none serves, and one was unloaded or is being unloaded.
+        unloaded: whether one was unloaded or is being unloaded.
         reason: why a version does not serve that was not unloaded; it may have failed before.
     """
 
@@ -62,22 +60,17 @@ class ModelState(NamedTuple):
 
 def states(index: Iterable[Mapping[str, str]]) -> dict[str, ModelState]:
     """Return the state of each model by name from Triton's repository index of all versions."""
-    grouped = collections.defaultdict[str, list[Mapping[str, str]]](list)
+    found: dict[str, ModelState] = {}
     for entry in index:
-        grouped[entry["name"]].append(entry)
-    return {name: _state(name, entries) for name, entries in grouped.items()}
-
-
-def _state(name: str, entries: Sequence[Mapping[str, str]]) -> ModelState:
-    in_state = [entry.get("state") for entry in entries]
-    reasons = [entry.get("reason", "") for entry in entries]
-    failures = [reason for reason in reasons if reason not in ("", _UNLOADED)]
-    is_ready = "READY" in in_state
-    return ModelState(
-        ready=is_ready,
-        unloaded=not is_ready and ("UNLOADING" in in_state or _UNLOADED in reasons),
-        reason=cause(name, failures[0]) if failures else "",
-    )
+        name, state, reason = entry["name"], entry.get("state"), entry.get("reason", "")
+        before = found.get(name, ModelState())
+        is_failure = reason not in ("", _UNLOADED)
+        found[name] = ModelState(
+            ready=before.ready or state == "READY",
+            unloaded=before.unloaded or state == "UNLOADING" or reason == _UNLOADED,
+            reason=before.reason or (cause(name, reason) if is_failure else ""),
+        )
+    return found
 
 
 def cause(model: str, reason: str) -> str:
@@ -105,12 +98,7 @@ def logged(log: Path | None, pattern: str) -> str:
 
 @dataclass(repr=False)
 class TritonClient:
-    """A client of one server.
-
-    Attributes:
-        key: the key of restricted endpoints; empty: there are none.
-        log: the server's log.
-    """
+    """A client of one server, with the `key` of restricted endpoints; empty: there are none."""
 
     http_address: str
     grpc_address: str
@@ -124,12 +112,9 @@ class TritonClient:
         self.close = self._channel.close  # pending calls then fail
 
     def models(self, instances: Collection[str] = ()) -> dict[str, ModelState]:
-        """Return the current states of the models in the repository, and of those with instances.
+        """Return the states of the models in the repository; OSError if the server has no answer.
 
-        Triton does not list models that were loaded with files under a new name.
-
-        Raises:
-            OSError: the server does not answer.
+        Triton does not list models of `instances` that were loaded with files under a new name.
         """
         listed = states(self._request("repository/index", b"{}"))
         loaded = [name for name in instances if name not in listed and self.config(name)]
@@ -152,11 +137,7 @@ class TritonClient:
             raise ConnectionError(repr(error)) from None
 
     def load(self, model: str, seconds: float) -> grpc.Future:
-        """Begin to load a model.
-
-        Raises:
-            ToolError: Triton would wait for it forever.
-        """
+        """Begin to load a model; ToolError if Triton would wait for it forever."""
         refuse_in_shell(model)
         return self._begin("RepositoryModelLoad", model, seconds)
 
@@ -164,12 +145,7 @@ class TritonClient:
         """Begin to unload a model; its instances end soon after."""
         return self._begin("RepositoryModelUnload", model, _UNLOAD_S)
 
-    def _begin(
-        self,
-        method: str,
-        model: str,
-        seconds: float,
-    ) -> grpc.Future:
+    def _begin(self, method: str, model: str, seconds: float) -> grpc.Future:
         # The name of a folder need not be UTF-8.
         name = model.encode(errors="replace").decode()
         request = getattr(service_pb2, f"{method}Request")(model_name=name)

@@ -36,12 +36,9 @@ __all__ = ["TritonPythonModel"]
 
 
 def install(backends: Path, name: str) -> Path:
-    """Write the backend folder `backends/name`, and return its path.
+    """Write the backend folder `backends/name`, at once, and return its path.
 
-    An earlier installation is replaced, once the new one is complete under a temporary name.
-
-    Raises:
-        ToolError: there is no such backend directory, or the folder holds other files.
+    It replaces an earlier installation; ToolError if the folder holds other files.
     """
     if not backends.is_dir():
         raise ToolError(
@@ -50,8 +47,7 @@ def install(backends: Path, name: str) -> Path:
         )
     with tempfile.TemporaryDirectory(prefix=f".{PACKAGE.name}-", dir=backends) as temporary:
         staged = Path(temporary, "staged")
-        # Ignores the temporary files of other Python processes that compile the package.
-        ignored = shutil.ignore_patterns("*.pyc.*")
+        ignored = shutil.ignore_patterns("*.pyc.*")  # of processes that compile the package now
         shutil.copytree(PACKAGE, staged / PACKAGE.name, ignore=ignored)
         (staged / "model.py").write_text(SHIM, encoding="utf-8")
         # A server that cannot write to its backends, or runs with PYTHONDONTWRITEBYTECODE, would
@@ -77,10 +73,7 @@ def uninstall(backends: Path, name: str) -> bool:
 
 
 def refuse_in_shell(path: str) -> None:
-    """Raise ToolError for a path that a stub would not get as it is: Triton would wait forever.
-
-    Triton 24.10 starts stubs through a shell without quotes.
-    """
+    """Raise ToolError for a path that Triton 24.10, which would wait forever, puts into a shell."""
     if match := _SHELL.search(path):
         raise ToolError(
             f"'{path}' has the character {match[0]!r}; Triton starts processes through a shell,"
@@ -89,17 +82,13 @@ def refuse_in_shell(path: str) -> None:
 
 
 class TritonInstallation:
-    """A tritonserver: on PATH, in /opt/tritonserver, or in the wheel nvidia-pytriton.
+    """A tritonserver: this, or on PATH, in /opt/tritonserver, or in the wheel nvidia-pytriton.
 
-    Args:
-        executable: the tritonserver to use instead.
+    ToolError: none is installed, or it lacks its parts.
 
     Attributes:
         python_backend: the folder with libtriton_python.so and Triton's utilities.
         stub: the executable that runs Python models, built for this version of Python.
-
-    Raises:
-        ToolError: none is installed, or it lacks the Python backend or a stub for this Python.
     """
 
     def __init__(self, executable: Path | None = None) -> None:
@@ -118,8 +107,7 @@ class TritonInstallation:
         self.executable = executable.absolute()  # it is started in another folder
         root = self.executable.resolve().parent.parent
         libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
-        wheel_libraries = root.parent.parent / "nvidia_pytriton.libs"
-        self.libraries = (wheel_libraries, root / "lib", libpython)
+        self.libraries = (root.parents[1] / "nvidia_pytriton.libs", root / "lib", libpython)
         self.python_backend = root / "backends" / "python"
         # The wheel has a stub for each Python, NVIDIA's containers have one in the backend.
         self.stub = root / "python_backend_stubs" / _PYTHON / _STUB
@@ -148,7 +136,5 @@ class TritonInstallation:
         """Return the variables with which the server finds its libraries and this Python."""
         # Triton's stub runs the first python3 on PATH.
         path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-        libraries = ":".join(map(str, self.libraries))
-        if others := os.environ.get("LD_LIBRARY_PATH"):
-            libraries = f"{libraries}:{others}"
-        return os.environ | {"PATH": path, "LD_LIBRARY_PATH": libraries}
+        libraries = [*map(str, self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
+        return os.environ | {"PATH": path, "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}

@@ -189,12 +189,7 @@ class Supervisor:
     def _state(self, name: str) -> ModelState:
         return self._states.get(name, ModelState(unloaded=True))
 
-    def _enter(
-        self,
-        model: ModelRecord,
-        phase: Phase,
-        reason: str = "",
-    ) -> None:
+    def _enter(self, model: ModelRecord, phase: Phase, reason: str = "") -> None:
         if not {model.phase, phase} <= {Phase.LOADING, Phase.DOWN}:
             model.since = self.clock()
         model.phase, model.reason, model.death = phase, reason, ""
@@ -241,11 +236,7 @@ class Supervisor:
         except ToolError as error:
             self._give_up(model, "FAILED", str(error))
 
-    def _handle_completed(
-        self,
-        model: ModelRecord,
-        call: grpc.Future,
-    ) -> None:
+    def _handle_completed(self, model: ModelRecord, call: grpc.Future) -> None:
         error = self.client.failure(model.name, call)
         if model.phase not in (Phase.LOADING, Phase.SERVING):
             # Triton does not load a model that is READY, even if all its instances are dead.
@@ -307,9 +298,8 @@ class Supervisor:
                 model.attempts = 0
         elif is_serving and state.unloaded:
             del self._models[name]
-            self.on_event(
-                Event("RELEASED", name, "unloaded through Triton's API; not loaded again")
-            )
+            text = "unloaded through Triton's API; not loaded again"
+            self.on_event(Event("RELEASED", name, text))
         elif is_serving and state.reason:
             self._give_up(model, "FAILED", state.reason)
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,9 +47,7 @@ RESTRICTIONS = ("http-restricted-api", "grpc-restricted-protocol")
 
 @dataclass(repr=False)
 class Server:
-    """A tritonserver on a model repository, with this backend, as a context manager.
-
-    It ends with the thread that enters the context.
+    """A tritonserver on a model repository, which ends with the context, or with its thread.
 
     Attributes:
         ports: those of HTTP, gRPC, metrics and readiness, which `serving` adds; 0 takes a free one.
@@ -59,9 +57,8 @@ class Server:
         log: the file for its log; None: the output of this process.
         own_temporary: whether temporary files of its instances are removed with it.
         http_address, grpc_address, metrics_address, health_address: host and port of each service.
-        process: its process, in the context; so are the next two.
-        client: a client of it.
-        status_folder: the folder with the status files of its instances.
+        process, client, status_folder: in the context, its process, a client of it, and the folder
+            with the status files of its instances.
     """
 
     repository: Path
@@ -74,10 +71,6 @@ class Server:
     exit_seconds: int = EXIT_SECONDS
     log: Path | None = None
     own_temporary: bool = False
-
-    process: subprocess.Popen[bytes] = field(init=False)
-    client: TritonClient = field(init=False)
-    status_folder: Path = field(init=False)
 
     def __post_init__(self) -> None:
         self._triton = TritonInstallation(self.executable)
@@ -124,11 +117,9 @@ class Server:
             self.status_folder = folder.status
             self._triton.populate_backends(folder.backends)
             log = stack.enter_context(self.log.open("ab")) if self.log else None
-            options = self._options() | {
-                "backend-directory": folder.backends,
-                # Distinguishes its shared memory from that of other servers.
-                "backend-config": f"python,shm-region-prefix-name={folder.prefix}",
-            }
+            options = self._options() | {"backend-directory": folder.backends}
+            # Distinguishes its shared memory from that of other servers.
+            options["backend-config"] = f"python,shm-region-prefix-name={folder.prefix}"
             variables = {instance_status.VARIABLE: str(folder.status)}
             if self.own_temporary:
                 variables["TMPDIR"] = str(folder.path)
@@ -153,11 +144,10 @@ class Server:
 
     def _end_process(self) -> None:
         self.process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(self.exit_seconds + _GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()  # if it has not ended
+        self.process.wait()
 
     def check_running(self) -> None:
         """Raise ToolError if the server has ended by itself."""
@@ -171,10 +161,7 @@ class Server:
             raise ToolError(f"tritonserver ended {how}; its log says more{log}.")
 
     def wait_loaded(self, is_over: Callable[[], bool] = lambda: False) -> Mapping[str, ModelState]:
-        """Wait until the server has tried to load its models, and return their states.
-
-        No states are returned if `is_over` is true. A server that has ended is a ToolError.
-        """
+        """Return the states of models once the server has tried to load them; none if `is_over`."""
         while not is_over():
             self.check_running()
             with contextlib.suppress(OSError):
@@ -182,12 +169,11 @@ class Server:
             time.sleep(0.05)
         return {}
 
-    def stop(self) -> None:
+    def stop(self, *_: object) -> None:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
         self._stack.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    __exit__ = stop
 
 
 def create_log() -> Path:
