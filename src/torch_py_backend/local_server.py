@@ -134,9 +134,8 @@ class LocalServer:
             started.set_result(None)
 
         server.log = log = create_log()
-        is_over = self._ended.is_set
         try:
-            serving.run(server, names, _report, check_loads, is_over, reload=self.reload)
+            serving.run(server, names, _report, check_loads, self._ended.is_set, reload=self.reload)
             if not started.done():
                 raise ToolError("the server was stopped during its start.")
         except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -29,29 +28,14 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-def _lock_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NFS, which locks only files that are open for writing."""
-    lock = fcntl.flock
-
-    def flock(descriptor: int, operation: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode) and not operation & fcntl.LOCK_NB:
-            raise OSError(errno.EBADF, "Bad file descriptor")
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-
-
-@pytest.mark.parametrize("locks", [True, False])
-def test_an_owner_cleans_up(locks: bool, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not locks:
-        _lock_no_folders(monkeypatch)
+def test_an_owner_cleans_up(shared: Path) -> None:
     owner = ServerFolder()
     for folder in (owner.status, owner.path):
         assert folder.stat().st_mode & 0o777 == 0o700
     (shared / f"{owner.prefix}region").write_bytes(b"?")
     # A lock holds systemd-tmpfiles off, which removes old files in /tmp, see tmpfiles.d(5).
     descriptor = os.open(owner.path, os.O_RDONLY)
-    with pytest.raises(BlockingIOError) if locks else contextlib.nullcontext():
+    with pytest.raises(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with (
         instance(owner.status, "status.idle()") as process,
@@ -64,6 +48,21 @@ def test_an_owner_cleans_up(locks: bool, shared: Path, monkeypatch: pytest.Monke
     os.close(descriptor)
     assert list(shared.iterdir()) == []
     assert not owner.path.exists()
+
+
+def test_a_file_system_that_locks_no_folders(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS, which locks only files that are open for writing."""
+    lock = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    owner = ServerFolder()
+    owner.close()
+    assert list(shared.iterdir()) == []
 
 
 def test_shared_memory_that_cannot_be_written_leaves_no_folder(
@@ -81,20 +80,16 @@ import sys, time
 from pathlib import Path
 from torch_py_backend.server import cleanup
 cleanup.SHARED_MEMORY = Path(sys.argv[1])
-folder = cleanup.ServerFolder()
-print(folder.path, flush=True)
+folders = [cleanup.ServerFolder() for _ in range(2)]
+print(*(folder.path for folder in folders), flush=True)
 time.sleep(1000)
 """
 
 
-def _killed(shared: Path, tmp_path: Path) -> Path:
-    """Return the folder of a server whose owner was killed."""
-    with starting(tmp_path / "tmp") as start:
-        return Path(start(_OWN, shared).hear())
-
-
 def test_a_sweep_cleans_up_after_owners_that_were_killed(shared: Path, tmp_path: Path) -> None:
-    dead, gone, alive = _killed(shared, tmp_path), _killed(shared, tmp_path), ServerFolder()
+    with starting(tmp_path / "tmp") as start:
+        dead, gone = map(Path, start(_OWN, shared).hear().split())
+    alive = ServerFolder()
     for path in list(shared.iterdir()):
         path.with_name(path.name.replace("owner", "region")).write_bytes(b"?")
     (shared / "another").write_bytes(b"?")

@@ -59,12 +59,9 @@ def test_the_reason_of_an_unreadable_config_may_stand_a_few_lines_above(tmp_path
 
 
 def test_names_that_are_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = TritonClient("", "")
-    body = b'[{"name": "gr\xfc\xdfe"}, {"name": "net"}]'
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(body))
-    assert list(client.models()) == ["gr\ufffd\ufffde", "net"]
-    body = b'{"name": "na\xefve"}'
-    assert client.config("m") == {"name": "na\ufffdve"}
+    body = io.BytesIO(b'[{"name": "gr\xfc\xdfe"}, {"name": "net"}]')
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: body)
+    assert list(TritonClient("", "").models()) == ["gr\ufffd\ufffde", "net"]
 
 
 def test_a_server_that_dies_during_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

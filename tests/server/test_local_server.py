@@ -34,8 +34,7 @@ def _sent(datatype: str, value: object) -> Any:
 @pytest.mark.parametrize(
     ("datatype", "value"),
     [
-        ("BYTES", [[b"\1\0", b""]]),
-        ("BYTES", [[b"\xff\0\0", b"text"]]),
+        ("BYTES", [[b"\xff\0\0", b""]]),
         ("BYTES", [list(np.array([b"a", b"text"]))]),
         ("UINT8", [[0, 255]]),
         ("UINT64", np.array([[0, 2**64 - 1]], dtype=np.uint64)),
@@ -54,25 +53,20 @@ def test_values_that_are_converted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("datatype", "value"),
+    ("datatype", "value", "error"),
     [
-        ("INT32", [[2**31, 0]]),
-        ("UINT8", [[-1, 0]]),
-        ("INT64", np.array([[2**63, 0]], dtype=np.uint64)),
-        ("INT32", [[100.5, 1]]),
+        ("INT32", [[2**31, 0]], InputError),
+        ("UINT8", [[-1, 0]], InputError),
+        ("INT64", np.array([[2**63, 0]], dtype=np.uint64), InputError),
+        ("INT32", [[100.5, 1]], InputError),
+        ("BYTES", [[None, "a"]], TypeError),
+        ("BYTES", [[1, "a"]], TypeError),
+        ("FP32", [["a", "2"]], ValueError),
     ],
 )
-def test_values_that_do_not_fit(datatype: str, value: object) -> None:
-    with pytest.raises(InputError, match=f"'x' .* expected values of {datatype}"):
+def test_values_that_do_not_fit(datatype: str, value: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"'x' .* expected values of {datatype}|bytes-like|not convert"):
         _sent(datatype, value)
-
-
-def test_other_types_are_refused() -> None:
-    for value in (None, 1):
-        with pytest.raises(TypeError, match="expected a bytes-like object"):
-            _sent("BYTES", [[value, "a"]])
-    with pytest.raises(ValueError, match="could not convert string to float"):
-        _sent("FP32", [["a", "2"]])
 
 
 def test_before_the_start() -> None:

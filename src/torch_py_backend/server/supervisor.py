@@ -278,11 +278,10 @@ class Supervisor:
         model = self._models.get(name)
         state = self._state(name)
         if model is None:
-            if not state.ready:
-                return
-            model = ModelRecord(name, self.clock())
-            self._serve(model, "loaded through Triton's API")
-            self._models[name] = model  # complete: other threads read it
+            if state.ready:
+                model = ModelRecord(name, self.clock())
+                self._serve(model, "loaded through Triton's API")
+                self._models[name] = model  # complete: other threads read it
             return
         if model.call is not None:
             return
