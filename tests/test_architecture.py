@@ -40,21 +40,10 @@ def _prints(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_completion_commands_and_supervisor_do_not_import_torch() -> None:
+def test_the_package_completion_commands_and_supervisor_do_not_import_torch() -> None:
+    """The package's names are there without numpy or a client, too."""
     code = (
-        "import importlib, sys\n"
-        "sys.modules['triton_python_backend_utils'] = sys\n"
-        "for name in sys.argv[1:]:\n"
-        "    importlib.import_module(name)\n"
-        "    assert 'torch' not in sys.modules, name\n"
-    )
-    _prints(code, *(name for package in _WITHOUT_TORCH for name in _modules(package)))
-
-
-def test_what_the_package_imports() -> None:
-    """Its names are there without torch, numpy or a client; `serve` needs no torch."""
-    code = (
-        "import sys, torch_py_backend as package\n"
+        "import importlib, sys, torch_py_backend as package\n"
         "heavy = {'torch', 'numpy', 'tritonclient', 'grpc', 'psutil',"
         " 'torch_py_backend.model_folders'}\n"
         "assert set(package.__all__) <= set(dir(package))\n"
@@ -64,10 +53,13 @@ def test_what_the_package_imports() -> None:
         "except ImportError as error: print(error)\n"
         "del sys.modules['psutil']\n"
         "package.serve, package.LocalServer\n"
-        "assert 'torch' not in sys.modules\n"
+        "sys.modules['triton_python_backend_utils'] = sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
     )
-    advice = "pip install 'torch-py-backend[server]'"
-    assert _prints(code) == f"torch_py_backend.serve needs psutil: {advice}.\n"
+    advice = "torch_py_backend.serve needs psutil: pip install 'torch-py-backend[server]'.\n"
+    assert _prints(code, *(name for part in _WITHOUT_TORCH for name in _modules(part))) == advice
     assert torch_py_backend.save_model.__module__ == "torch_py_backend.saving.save_model"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         torch_py_backend.nothing  # noqa: B018
