@@ -124,7 +124,12 @@ class LocalServer:
         self._thread = None
         atexit.unregister(self.stop)
 
-    def _run(self, server: Server, names: Sequence[str], started: futures.Future[None]) -> None:
+    def _run(
+        self,
+        server: Server,
+        names: Sequence[str],
+        started: futures.Future[None],
+    ) -> None:
         """Run the server until `stop`; set the result when every model is READY."""
 
         def check_loads(reasons: Mapping[str, str]) -> None:
@@ -207,7 +212,12 @@ class LocalServer:
             client.stop_stream(cancel_requests=not has_ended)
             client.close()
 
-    def _inputs(self, model: str, inputs: Any, version: str) -> list[InferInput]:
+    def _inputs(
+        self,
+        model: str,
+        inputs: Any,
+        version: str,
+    ) -> list[InferInput]:
         """Return values as inputs of tritonclient, in the types of the model's inputs."""
         metadata = self.client.get_model_metadata(model, version)
         tensors = {tensor.name: tensor for tensor in metadata.inputs}

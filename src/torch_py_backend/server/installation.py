@@ -136,5 +136,7 @@ class TritonInstallation:
         """Return the variables with which the server finds its libraries and this Python."""
         # Triton's stub runs the first python3 on PATH.
         path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-        libraries = [*map(str, self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
-        return os.environ | {"PATH": path, "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}
+        libraries = ":".join(map(str, self.libraries))
+        if others := os.environ.get("LD_LIBRARY_PATH"):
+            libraries = f"{libraries}:{others}"
+        return os.environ | {"PATH": path, "LD_LIBRARY_PATH": libraries}

@@ -189,7 +189,12 @@ class Supervisor:
     def _state(self, name: str) -> ModelState:
         return self._states.get(name, ModelState(unloaded=True))
 
-    def _enter(self, model: ModelRecord, phase: Phase, reason: str = "") -> None:
+    def _enter(
+        self,
+        model: ModelRecord,
+        phase: Phase,
+        reason: str = "",
+    ) -> None:
         if not {model.phase, phase} <= {Phase.LOADING, Phase.DOWN}:
             model.since = self.clock()
         model.phase, model.reason, model.death = phase, reason, ""
@@ -236,7 +241,11 @@ class Supervisor:
         except ToolError as error:
             self._give_up(model, "FAILED", str(error))
 
-    def _handle_completed(self, model: ModelRecord, call: grpc.Future) -> None:
+    def _handle_completed(
+        self,
+        model: ModelRecord,
+        call: grpc.Future,
+    ) -> None:
         error = self.client.failure(model.name, call)
         if model.phase not in (Phase.LOADING, Phase.SERVING):
             # Triton does not load a model that is READY, even if all its instances are dead.

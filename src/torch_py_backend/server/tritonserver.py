@@ -117,9 +117,11 @@ class Server:
             self.status_folder = folder.status
             self._triton.populate_backends(folder.backends)
             log = stack.enter_context(self.log.open("ab")) if self.log else None
-            options = self._options() | {"backend-directory": folder.backends}
-            # Distinguishes its shared memory from that of other servers.
-            options["backend-config"] = f"python,shm-region-prefix-name={folder.prefix}"
+            options = self._options() | {
+                "backend-directory": folder.backends,
+                # Distinguishes its shared memory from that of other servers.
+                "backend-config": f"python,shm-region-prefix-name={folder.prefix}",
+            }
             variables = {instance_status.VARIABLE: str(folder.status)}
             if self.own_temporary:
                 variables["TMPDIR"] = str(folder.path)
