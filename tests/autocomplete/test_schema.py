@@ -45,7 +45,10 @@ class _Typed(nn.Module):
         return {"sum": x + ids[..., None], "parts": parts}
 
 
-_LISTED = [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1, -1, 4]}]
+def _listed(name: str, *dims: int, kind: str = "FP32") -> list[dict[str, Any]]:
+    return [{"name": name, "data_type": f"TYPE_{kind}", "dims": [*dims]}]
+
+
 _OUT = "sum {0}-1, 4], OUTPUT__3 BOOL {0}1], OUTPUT__4 BF16 {0}-1, 4]"
 
 
@@ -54,7 +57,7 @@ _OUT = "sum {0}-1, 4], OUTPUT__3 BOOL {0}1], OUTPUT__4 BF16 {0}-1, 4]"
     [
         ({}, f"x [-1, 4], ids INT64 [-1], mask BOOL [1] → {_OUT.format('[')} (64)"),
         # Without a batch dimension, if the inputs are listed.
-        ({"input": _LISTED}, f"x [-1, -1, 4] → {_OUT.format('[-1, ')} (0)"),
+        ({"input": _listed("x", -1, -1, 4)}, f"x [-1, -1, 4] → {_OUT.format('[-1, ')} (0)"),
     ],
     ids=["batch", "listed"],
 )
@@ -92,10 +95,6 @@ def forward(x):
     assert x.min() > 1, "x is too small"
     return x
 """
-
-
-def _listed(name: str, *dims: int, kind: str = "FP32") -> list[dict[str, Any]]:
-    return [{"name": name, "data_type": f"TYPE_{kind}", "dims": [*dims]}]
 
 
 def test_model_that_refuses_made_up_values_needs_an_example_or_outputs(tmp_path: Path) -> None:

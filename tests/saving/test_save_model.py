@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -39,6 +39,7 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 _X = torch.rand(2, 4)
 _TWO = {"model_kwargs": {"width": 2}}
+_NO_BATCH = {"max_batch_size": 0}
 _KEYS = {"a": _X, "b": torch.rand(2, 3)}
 _IDS = {"ids": torch.randint(0, 20, (2, 5))}
 _DYNAMIC = {"dynamic_shapes": {"ids": {0: Dim("batch"), 1: Dim("length")}}}
@@ -58,6 +59,7 @@ _BOTH = _SOURCE | _PROGRAM
 _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], str], ...] = (
     (_BOTH, models.Affine, _X[:1], {"max_batch_size": 32}, "x [4] → OUTPUT__0 [3] (32)"),
     (_BOTH, saved.Total, {"x": _X}, {}, "x [2, 4] → OUTPUT__0 [1] (0)"),
+    ({None: "model.py"}, saved.Running, _X[:1], _NO_BATCH, "x [1, 4] → OUTPUT__0 [1, 4] (0)"),
     (_BOTH, models.Negate, torch.tensor(1.0), {}, "x [1] → OUTPUT__0 [1] (0)"),
     # By default it is source, if its class can be imported and builds it again.
     ({None: "model.py"}, models.Affine, _X, {}, "x [4] → OUTPUT__0 [3] (8)"),
@@ -131,13 +133,6 @@ def test_config_has_the_tensors_and_the_batch_of_the_module(
     for value, *others in zip(written.values(), leaves(example), leaves(before), strict=True):
         assert all(torch.equal(value, torch.atleast_1d(other)) for other in others)
     assert (module.training, part.training) == (part is not module, False)
-
-
-def test_rows_that_depend_on_each_other_are_no_batch(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="rows that do not depend on each other"):
-        _saved(tmp_path, saved.Running(), example_inputs=_X[:1], format="module")
-    document = _saved(tmp_path, saved.Running(), example_inputs=_X[:1], max_batch_size=0)
-    assert build.described(document) == "x [1, 4] → OUTPUT__0 [1, 4] (0)"
 
 
 @pytest.mark.parametrize("width", [None, Dim("width")], ids=["rows", "rows and width"])
@@ -261,12 +256,11 @@ class Limited(Letters):
 def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    script: Any = ModuleType("__main__")
+    script.__file__ = str(tmp_path / "script.py")
     (tmp_path / "script.py").write_text(_SCRIPT)
-    loader = SourceFileLoader("__main__", str(tmp_path / "script.py"))
-    script = importlib.util.module_from_spec(ModuleSpec("__main__", loader, origin=loader.path))
-    script.__file__ = loader.path
     monkeypatch.setitem(sys.modules, "__main__", script)
-    loader.exec_module(script)
+    exec(compile(_SCRIPT, script.__file__, "exec"), vars(script))
     with pytest.raises(SaveError, match=r"Limited uses '(LIMIT|Letters)', which is defined in"):
         module_files.write_beside(tmp_path, script.Limited, {})
     module_files.write_beside(tmp_path, script.Counts, {})
@@ -294,7 +288,7 @@ def test_model_without_a_tokenizer_takes_tokens_of_any_number_and_returns_no_cac
 
 _FLOAT = (_X, {"bias": 1.0}, (_X, _X))
 _HOOKED = {"hooks": saved.Bytes, "example_inputs": {"data": [bytes(4)]}}
-_MODULE = {"format": "module"}
+_MODULE, _ONE = {"format": "module"}, {"example_inputs": _X[:1]}
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about what it cannot export
@@ -305,6 +299,7 @@ _MODULE = {"format": "module"}
         (models.Affine(), {"example_inputs": _X[:, :2]}, RuntimeError, "mat1 and mat2"),
         (saved.Nested(), {"example_inputs": _FLOAT}, SaveError, r"\[bias\]' .* is a float"),
         (saved.Total(), {"max_batch_size": 4}, LoadError, "output 'OUTPUT__0' is float32"),
+        (saved.Running(), _ONE | _MODULE, LoadError, "rows that do not depend on each other"),
         (models.Affine(), {"hooks": models.Measure}, SaveError, "expected a dict of the inputs"),
         (models.Affine(), _HOOKED | {"hooks": type("Own", (), {})}, SaveError, "file and import"),
         (models.Affine(), _HOOKED | {"format": "export"}, SaveError, r"write hooks\.py"),
