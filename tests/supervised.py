@@ -29,7 +29,8 @@ from torch_py_backend.processes.instance_status import InstanceState
 _SERVE = "from torch_py_backend.cli import app; app()"
 _PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
 _SERVING = re.compile(
-    r"(?:serving|listening) on http://(\S+) and grpc://(\S+); metrics on \S+, readiness on http://(\S+)/ready"
+    r"(?:serving|listening) on http://(\S+) and grpc://(\S+);"
+    r" metrics on http://(\S+)/metrics, readiness on http://(\S+)/ready"
 )
 # How long Triton waits for open connections, and for instances that do not answer.
 EXIT = "--exit-timeout-secs=5"
@@ -41,7 +42,7 @@ class Supervised:
         self.process = process
         self._log = log
         self._start = 0
-        self.http = self.grpc = self.health = ""
+        self.http = self.grpc = self.metrics = self.health = ""
 
     @property
     def log(self) -> str:
@@ -57,7 +58,7 @@ class Supervised:
 
     def wait_loaded(self) -> None:
         match = until(lambda: _SERVING.search(self.text), self)
-        self.http, self.grpc, self.health = match.groups()
+        self.http, self.grpc, self.metrics, self.health = match.groups()
 
     def family(self) -> list[psutil.Process]:
         return living.descendants(self.process.pid)

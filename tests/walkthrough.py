@@ -1,42 +1,38 @@
 """A page of the documentation, followed as its reader would: files written, code and commands run.
 
-What is followed is a page with files or Python code. Its clients ask the server that the page
-started with `torch-py-backend serve`.
+What is followed is a page with files or Python code. It runs in this process, which need not import
+torch again, but for its servers. Its clients ask the one that the page started with
+`torch-py-backend serve`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
-import os
 import re
 import shlex
-import signal
 import subprocess
-import sys
-import time
 import urllib.request
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import command_line
 import documentation
+import pytest
+import supervised
 import typer
-from documentation import PRINTS, ROOT, Block
+from documentation import PRINTS, Block
+from supervised import Supervised
 
 from torch_py_backend import cli
 
-_APP = "from torch_py_backend.cli import app; app()"
-_FREE = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
-_SERVING = re.compile(
-    r"serving on http://(?P<http>\S+) and grpc://(?P<grpc>\S+);"
-    r" metrics on http://(?P<metrics>\S+)/metrics, readiness on http://(?P<health>\S+)/ready"
-)
 # Why a block that downloads a model is not run.
 DOWNLOADS = "downloads a model"
 # How long loads are kept up: the figures are nobody's.
 _SECONDS = 280
-_POLL_SECONDS = 0.1
 _URL = re.compile(r"localhost:(\d+)")
 _SERVICES = {"8000": "http", "8001": "grpc", "8002": "metrics", "8003": "health"}
 # Beside torch-py-backend; a reader's machine has them.
@@ -71,17 +67,6 @@ def followed(page: Path) -> bool:
     )
 
 
-def serves(page: Path) -> bool:
-    runs = [block for block in documentation.blocks(page) if block.runs]
-    return followed(page) and any(map(_starts_server, runs))
-
-
-def _starts_server(block: Block) -> bool:
-    if block.language == "python":
-        return "torch_py_backend.serve(" in block.text
-    return any(words[:2] == ["torch-py-backend", "serve"] for words in _commands(block))
-
-
 def follow(page: Path, folder: Path, downloads: Mapping[str, str] | None = None) -> None:
     """Do what a page says in a folder, and stop the server that it started.
 
@@ -90,20 +75,19 @@ def follow(page: Path, folder: Path, downloads: Mapping[str, str] | None = None)
         folder: an empty folder, or one with what the page downloads.
         downloads: local names for what is downloaded; None: blocks that download are skipped.
     """
-    reader = _Reader(folder, downloads)
-    try:
-        reader.follow(page)
-    finally:
-        reader.stop()
+    with contextlib.ExitStack() as running:
+        _Reader(folder, downloads, running).follow(page)
 
 
 class _Reader:
-    def __init__(self, folder: Path, downloads: Mapping[str, str] | None) -> None:
+    def __init__(
+        self, folder: Path, downloads: Mapping[str, str] | None, running: contextlib.ExitStack
+    ) -> None:
         self._folder = folder
-        self._downloads = downloads
+        self._downloads = downloads or {}
         self._printed = ""
-        self._server: subprocess.Popen[bytes] | None = None
-        self._addresses: dict[str, str] = {}
+        self._running = running
+        self._served: Supervised | None = None
 
     def follow(self, page: Path) -> None:
         """Do what the page says, from top to bottom."""
@@ -118,64 +102,49 @@ class _Reader:
                 text = block.text
                 for name, local in self._downloads.items():
                     text = text.replace(name, local)
-                self._printed = self._run(block, sys.executable, "-c", text)
+                self._printed = self._python(block, text)
             elif block.runs and block.language == "python":
-                self._printed = self._run(block, sys.executable, "-c", self._here(block.text))
+                self._printed = self._python(block, self._here(block.text))
             elif block.runs:
                 self._printed = "".join(self._command(block, one) for one in _commands(block))
 
     def _command(self, block: Block, words: Sequence[str]) -> str:
         name, *arguments = [self._here(word) for word in words]
         if name == "torch-py-backend" and arguments[0] == "serve":
-            return self._serve(block, arguments)
+            return self._serve(arguments[1:])
         if name == "torch-py-backend" and arguments[0] in ("init", "check"):
             return _checked(block, command_line.run(*arguments, cwd=self._folder))
         if name == "curl":
             return _curl(block, arguments)
-        if name == "pytest":
-            return self._run(block, sys.executable, "-m", "pytest", *arguments)
-        if name in ("cp", "mv", "sed", "mkdir"):
-            return self._run(block, name, *arguments)
         return ""  # install writes where the server is, tune takes minutes
 
-    def _run(self, block: Block, *command: str) -> str:
-        done = subprocess.run(
-            command, cwd=self._folder, env=_environment(), text=True,
-            capture_output=True, check=False, timeout=_SECONDS,
-        )  # fmt: skip
-        return _checked(block, done)
+    def _python(self, block: Block, text: str) -> str:
+        printed = io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(printed),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            patch.chdir(self._folder)
+            patch.syspath_prepend(self._folder)
+            exec(compile(text, block.place, "exec"), {"__name__": "__main__"})
+        return printed.getvalue()
 
-    def _serve(self, block: Block, arguments: Sequence[str]) -> str:
+    def _serve(self, arguments: Sequence[str]) -> str:
         """Start it, and wait until it serves; it is stopped before another one."""
-        self.stop()
-        # A file, not a pipe: nobody reads on once it serves.
-        log = self._folder / "server.log"
-        with log.open("wb") as file:
-            self._server = subprocess.Popen(
-                [sys.executable, "-c", _APP, *arguments, *_FREE],
-                cwd=self._folder, env=_environment() | {"TMPDIR": str(self._folder)},
-                stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        deadline = time.monotonic() + _SECONDS
-        while self._server.poll() is None and time.monotonic() < deadline:
-            said = log.read_text(encoding="utf-8", errors="replace")
-            match = _SERVING.search(said)
-            if match is not None:
-                assert "FAILED" not in said, f"{block.place}: {said}"
-                self._addresses = match.groupdict()
-                return said
-            time.sleep(_POLL_SECONDS)
-        raise AssertionError(f"{block.place}: {log.read_text(errors='replace')}")
-
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.send_signal(signal.SIGTERM)
-            self._server.wait(timeout=_SECONDS)
-            self._server = None
+        self._running.close()
+        serving = supervised.serve(
+            self._folder / arguments[0], *arguments[1:], verbose="", TMPDIR=str(self._folder)
+        )
+        self._served = self._running.enter_context(serving)
+        self._served.wait_loaded()
+        assert "FAILED" not in self._served.log
+        return self._served.log
 
     def _here(self, text: str) -> str:
         return _URL.sub(
-            lambda found: self._addresses.get(_SERVICES.get(found[1], ""), found[0]), text
+            lambda found: str(getattr(self._served, _SERVICES.get(found[1], ""), found[0])), text
         )
 
 
@@ -207,10 +176,3 @@ def _compare(block: Block, printed: str) -> None:
 
 def _squeezed(text: str) -> str:
     return " ".join(text.split())
-
-
-def _environment() -> dict[str, str]:
-    """The package from this tree; words that are not cut at the width of a terminal."""
-    path = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    values = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200", "TERM": "dumb"}
-    return {**os.environ, **values, "PYTHONWARNINGS": "ignore"}

@@ -19,9 +19,6 @@ from documentation import PAGES, PRINTS, ROOT, Block
 from docs import figures
 from torch_py_backend.config import model_config, pbtxt
 
-_WITHOUT_SERVER = [
-    page for page in PAGES if walkthrough.followed(page) and not walkthrough.serves(page)
-]
 _every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -65,13 +62,6 @@ def test_configs(page: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -
             complete = bool(document["input"] and document["output"])
             model_config.parse(pbtxt.arguments(tmp_path, "1", document), complete=complete)
             assert not caplog.messages, block.place
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", _WITHOUT_SERVER, ids=lambda page: page.stem)
-def test_page(page: Path, tmp_path: Path) -> None:
-    """The code and commands of a page run in order, in an empty folder."""
-    walkthrough.follow(page, tmp_path)
 
 
 def test_site(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pages of the documentation that serve a model, followed with a real server."""
+"""The pages of the documentation, followed, with real servers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import command_line
 import documentation
 import pytest
 import walkthrough
 
+from torch_py_backend.processes import child_process
+
 pytestmark = pytest.mark.server
 
-_PAGES = [page for page in documentation.PAGES if walkthrough.serves(page)]
+_PAGES = [page for page in documentation.PAGES if walkthrough.followed(page)]
+
+
+@pytest.fixture(autouse=True)
+def _here(process: None, imports: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that commands try are loaded in this process."""
+    monkeypatch.setattr(child_process, "run", command_line.here)
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.stem)
