@@ -146,12 +146,16 @@ def test_what_the_instances_of_a_model_do(tmp_path: Path) -> None:
 
 def test_processes_of_others_are_never_killed(monitor: InstanceMonitor, tmp_path: Path) -> None:
     """A file may name one: its process ID was used again."""
-    with instance(tmp_path, "status.busy()", limit=1, mark=False) as process:
-        time.sleep(0.05)
-        assert _next_failure(monitor).reason.startswith("instance m_0_0")
+    with (
+        instance(tmp_path, "status.busy()", limit=1, mark=False) as busy,
+        instance(tmp_path, "status.idle()", model="n", mark=False) as idle,
+    ):
+        assert {failure.identity.model for failure in monitor.check()} == {"m", "n"}
+        monitor.kill_idle("n")
         monitor.check()
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.05)
+        for process in (busy, idle):
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.05)
 
 
 # Overwrites the variables of a process in its memory, as setproctitle does.

@@ -44,6 +44,7 @@ class FakeServer:
         survivors: processes of every model that outlive an unload.
         refusals: errors of loads.
         pending: loads and unloads that the test completes; None: they complete at once.
+        warned: the warnings of each load.
         idle_since: since when instances are idle; None: they are loaded or at work.
     """
 
@@ -68,6 +69,7 @@ class FakeServer:
         self.answers = True
         self.refuses_unloads = False
         self.idle_since: float | None = None
+        self.warned: list[str] = []
         self.disregarded: set[int] = set()
         self._last_pid = 100
         self.supervisor = Supervisor(
@@ -156,7 +158,7 @@ class FakeServer:
         return 0.0 if self.idle_since is None else self.now - self.idle_since
 
     def warnings(self, _model: str) -> list[str]:
-        return []
+        return self.warned
 
     def models_with_instances(self) -> set[str]:
         return set(self.pids)
@@ -436,6 +438,20 @@ def test_reloads_of_changed_files() -> None:
     server.die("a")
     server.step()
     assert not server.supervisor.reload("a")
+
+
+def test_warnings_are_those_of_the_last_load() -> None:
+    server = FakeServer("a")
+    server.warned = ["model 'a': NUM_TREADS is unknown.", "slow"]
+    server.supervisor.load(["a"])
+    server.step()
+    assert server.supervisor.snapshot.warnings == {"a": ["NUM_TREADS is unknown", "slow"]}
+    assert [event.text for event in server.events] == ["", "NUM_TREADS is unknown", "slow"]
+    server.expect("READY a, WARNING a, WARNING a", "load a")
+    server.warned = []
+    assert server.supervisor.reload("a")
+    server.after(1, "CHANGED a, READY a", "load a")
+    assert server.supervisor.snapshot.warnings == {"a": []}
 
 
 @pytest.mark.parametrize(
