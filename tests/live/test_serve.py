@@ -21,6 +21,7 @@ import tritonclient.grpc
 import tritonclient.http
 from instances import named
 from supervised import Supervised
+from tritonclient.utils import InferenceServerException
 
 import torch_py_backend
 from torch_py_backend.errors import ToolError
@@ -32,108 +33,93 @@ _REFUSED = {
     "unreadable": 'backend: "pytorch_py"\ninput [{ name: }]\n',
 }
 _UNKNOWN = 'parameters { key: "NUM_THREAD" value { string_value: "1" } }\n'
+_KEY = "a secret"
 # Not every machine has IPv6.
 _LOOPBACK = "::1" if Path("/proc/net/if_inet6").exists() else "127.0.0.1"
 
 
-def _lay_out(folder: Path) -> Path:
-    for name in ("function", "syntax_error"):
-        named(name).lay_out(folder)
-    return folder
-
-
-def test_serves_drains_and_leaves_nothing(tmp_path: Path) -> None:
-    """One line a model, answers over both protocols, also over IPv6, and nothing left at the end.
-
-    With --drain, readiness ends at once, and what still comes is answered.
-    """
-    repository = _lay_out(tmp_path / "repository")
-    for name, text in _REFUSED.items():
-        (repository / name).mkdir()
-        (repository / name / "config.pbtxt").write_text(text)
-    (repository / "misspelt" / "1").mkdir()
-    options = ("--drain=5", f"--address={_LOOPBACK}")
-    with supervised.serve(repository, *options, verbose="", TMPDIR=str(tmp_path)) as served:
-        served.wait_loaded()
-        text, family, prefix = served.log, served.family(), served.prefix()
-        assert "READY   function\n" in text
-        assert "Started GRPCInferenceService" not in text
-        assert "FAILED  misspelt: unable to find backend library for backend 'torch_" in text
-        config = repository / "unreadable" / "config.pbtxt"
-        unreadable = f"failed to read text proto from {config}: 2:16: Expected string, got: }}"
-        assert f"FAILED  unreadable: {unreadable}\n" in text
-        assert "FAILED  syntax_error: model.py fails at SyntaxError: " in text
-        first, *models, last = re.findall(r"^\S+", text, re.MULTILINE)
-        assert (first, last) == ("log", "serving")
-        assert sorted(models) == [*["FAILED"] * 3, "READY"]  # whichever is known first
-        match = re.search(r"log +(\S+) is Triton's log", text)
-        assert match
-        log = Path(match[1])
-        assert "Started GRPCInferenceService" in log.read_text()
-        assert supervised.regions(prefix)
-        with tritonclient.http.InferenceServerClient(served.http) as client:
-            x = np.ones((1, 4), dtype=np.float32)
-            inputs = serving.infer_inputs(tritonclient.http, {"x": x})
-            answer = client.infer("function", inputs).as_numpy("y")
-        assert answer.tolist() == [[2.0] * 4]
-        served.skip_log()
-        served.process.send_signal(signal.SIGINT)
-        stopping = {"ready": False, "reason": "the server is being stopped"}
-        supervised.until(lambda: served.ask("/ready/function") == (503, stopping), served)
-        assert served.infer("function", 1.0) == [2.0] * 4
-        assert served.ask("/live")[0] == 200
-        # An impatient second signal, as `timeout` sends it, does not interrupt the stopping.
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-            served.process.send_signal(number)
-        assert served.process.wait(120) == 0
-        assert served.text == "stopped\n"
-        assert "successfully unloaded 'function'" in log.read_text()
-        assert living.all_end(family)
-        assert supervised.regions(prefix) == []
-
-
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = _lay_out(tmp_path_factory.mktemp("serve"))
+    folder = tmp_path_factory.mktemp("serve")
     function = named("function")
     cached = f"{function.config}response_cache {{ enable: true }}\n{_UNKNOWN}"
+    for one in (function, named("syntax_error")):
+        one.lay_out(folder)
     dataclasses.replace(function, name="cached", config=cached).lay_out(folder)
+    for name, text in _REFUSED.items():
+        (folder / name).mkdir()
+        (folder / name / "config.pbtxt").write_text(text)
+    (folder / "misspelt" / "1").mkdir()
     return folder
 
 
 @pytest.fixture(scope="module")
-def reloading(repository: Path) -> Iterator[Supervised]:
+def served(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
     """A server that loads what is changed, and has a response cache."""
+    options = ("--reload", "--drain=5", "--restrict=model-repository,health")
     cache = ["--cache-config=local,size=1048576"]
-    with supervised.serve(repository, "--reload", triton=cache) as served:
-        served.wait_loaded()
-        yield served
+    variables = {
+        "TMPDIR": str(tmp_path_factory.mktemp("temporary")),
+        "TORCH_PY_BACKEND_ADMIN_KEY": _KEY,
+    }
+    address = f"--address={_LOOPBACK}"
+    with supervised.serve(
+        repository, *options, address, triton=cache, verbose="", **variables
+    ) as running:
+        running.wait_loaded()
+        yield running
 
 
-def test_the_response_cache_of_triton_answers(reloading: Supervised) -> None:
+def _logged_by_triton(served: Supervised) -> str:
+    match = re.search(r"log +(\S+) is Triton's log", served.log)
+    assert match
+    return Path(match[1]).read_text()
+
+
+def test_one_line_a_model_and_answers_over_ipv6(served: Supervised, repository: Path) -> None:
+    text = served.log
+    assert "READY   function\n" in text
+    assert "Started GRPCInferenceService" not in text
+    assert "FAILED  misspelt: unable to find backend library for backend 'torch_" in text
+    config = repository / "unreadable" / "config.pbtxt"
+    unreadable = f"failed to read text proto from {config}: 2:16: Expected string, got: }}"
+    assert f"FAILED  unreadable: {unreadable}\n" in text
+    assert "FAILED  syntax_error: model.py fails at SyntaxError: " in text
+    first, *models, last = re.findall(r"^\S+", text, re.MULTILINE)
+    assert (first, last) == ("log", "serving")
+    # Whichever is known first.
+    assert sorted(models) == [*["FAILED"] * 3, *["READY"] * 2, "WARNING"]
+    assert "Started GRPCInferenceService" in _logged_by_triton(served)
+    with tritonclient.http.InferenceServerClient(served.http) as client:
+        x = np.ones((1, 4), dtype=np.float32)
+        inputs = serving.infer_inputs(tritonclient.http, {"x": x})
+        answer = client.infer("function", inputs).as_numpy("y")
+    assert answer.tolist() == [[2.0] * 4]
+
+
+def test_the_response_cache_of_triton_answers(served: Supervised) -> None:
     for value in (1.0, 2.0, 1.0):
-        assert reloading.infer("cached", value) == [2.0 * value] * 4
-    with tritonclient.grpc.InferenceServerClient(reloading.grpc) as client:
+        assert served.infer("cached", value) == [2.0 * value] * 4
+    with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
         statistics = client.get_inference_statistics("cached", as_json=True)
     assert statistics["model_stats"][0]["inference_stats"]["cache_hit"]["count"] == "1"
 
 
-def test_warnings_of_a_load(reloading: Supervised, repository: Path) -> None:
+def test_warnings_of_a_load(served: Supervised, repository: Path) -> None:
     """They are printed beside READY, and /ready/MODEL has them as long as they are true."""
     warning = "the parameter NUM_THREAD is unknown and ignored. Did you mean NUM_THREADS?"
-    assert "Started GRPCInferenceService" in reloading.log  # --verbose prints Triton's log
-    assert f"\nREADY   cached\nWARNING cached: {warning}\n" in reloading.log
-    assert reloading.ask("/ready/cached") == (200, {"ready": True, "warnings": [warning]})
-    reloading.skip_log()
+    assert f"\nREADY   cached\nWARNING cached: {warning}\n" in served.log
+    assert served.ask("/ready/cached") == (200, {"ready": True, "warnings": [warning]})
+    served.skip_log()
     path = repository / "cached" / "config.pbtxt"
     path.write_text(path.read_text().replace(_UNKNOWN, ""))
-    supervised.until(lambda: "READY   cached: reloaded" in reloading.text, reloading)
-    supervised.until(lambda: reloading.ask("/ready/cached") == (200, {"ready": True}), reloading)
-    assert "\nWARNING" not in reloading.text
+    supervised.until(lambda: "READY   cached: reloaded" in served.text, served)
+    supervised.until(lambda: served.ask("/ready/cached") == (200, {"ready": True}), served)
+    assert "\nWARNING" not in served.text
 
 
 def test_a_changed_model_replaces_the_one_that_serves_once_it_is_ready(
-    reloading: Supervised, repository: Path
+    served: Supervised, repository: Path
 ) -> None:
     """A broken one does not; one that could not be loaded at the start is, when corrected."""
     source = repository / "function" / "1" / "model.py"
@@ -144,21 +130,52 @@ def test_a_changed_model_replaces_the_one_that_serves_once_it_is_ready(
         ("x * 3", "READY +function: reloaded"),
         ("x * (", "FAILED +function:"),
     ):
-        reloading.skip_log()
+        served.skip_log()
         source.write_text(text.replace("x * 2", factor))
 
         def answered(event: str = event) -> object:
-            values.append(reloading.infer("function", 1.0)[0])  # raises if no model serves
-            return re.search(rf"CHANGED function[\s\S]*{event}.*", reloading.text)
+            values.append(served.infer("function", 1.0)[0])  # raises if no model serves
+            return re.search(rf"CHANGED function[\s\S]*{event}.*", served.text)
 
-        line = supervised.until(answered, reloading)[0]
+        line = supervised.until(answered, served)[0]
     assert "SyntaxError" in line
     assert values == sorted(values)
     assert {*values} == {2.0, 3.0}
-    assert reloading.infer("function", 1.0) == [3.0] * 4
+    assert served.infer("function", 1.0) == [3.0] * 4
     (repository / "syntax_error" / "1" / "model.py").write_text(text)
-    supervised.until(lambda: re.search(r"READY +syntax_error", reloading.text), reloading)
-    assert reloading.infer("syntax_error", 1.0) == [2.0] * 4
+    supervised.until(lambda: re.search(r"READY +syntax_error", served.text), served)
+    assert served.infer("syntax_error", 1.0) == [2.0] * 4
+
+
+def test_clients_without_the_key_are_refused(served: Supervised) -> None:
+    """`serve` itself has it, and no other process."""
+    for one in served.family():
+        assert _KEY not in one.environ().values(), living.command(one)
+    with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+        with pytest.raises(InferenceServerException, match="restricted"):
+            client.unload_model("syntax_error")
+        client.unload_model("syntax_error", headers={"triton-grpc-protocol-admin-key": _KEY})
+    supervised.until(lambda: served.ask("/ready/syntax_error")[0] == 404, served)
+
+
+def test_a_server_drains_and_leaves_nothing(served: Supervised) -> None:
+    """With --drain, readiness ends at once, and what still comes is answered."""
+    family, prefix = served.family(), served.prefix()
+    assert supervised.regions(prefix)
+    served.skip_log()
+    served.process.send_signal(signal.SIGINT)
+    stopping = {"ready": False, "reason": "the server is being stopped"}
+    supervised.until(lambda: served.ask("/ready/function") == (503, stopping), served)
+    assert served.infer("cached", 1.0) == [2.0] * 4
+    assert served.ask("/live")[0] == 200
+    # An impatient second signal, as `timeout` sends it, does not interrupt the stopping.
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        served.process.send_signal(number)
+    assert served.process.wait(120) == 0
+    assert served.text == "stopped\n"
+    assert "successfully unloaded 'function'" in _logged_by_triton(served)
+    assert living.all_end(family)
+    assert supervised.regions(prefix) == []
 
 
 def test_why_a_server_cannot_start_is_said_in_its_words(tmp_path: Path) -> None:
@@ -187,6 +204,7 @@ def test_a_python_without_torch_is_named(tmp_path: Path) -> None:
     (site / "ours.pth").write_text(f"{Path(torch_py_backend.__file__).parents[1]}\n")
     with supervised.serve(tmp_path / "repository", python=python) as served:
         served.wait_loaded()
+        assert "Started GRPCInferenceService" in served.log  # --verbose prints Triton's log
         assert (
             f"FAILED  negate: {python}, which Triton's stub runs, has no torch."
             f" Run {python} -m pip install torch\n"

@@ -18,12 +18,11 @@ import grpc
 import living
 import psutil
 import pytest
-import serving
 import streamed
 import tritonclient.grpc
 from grpc_streams import Client, responses
 from scenarios import Scenario, text, x_to_y
-from supervised import LONGEST_S, Supervised, regions, serve, until
+from supervised import EXIT, LONGEST_S, Supervised, regions, serve, until
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.processes.instance_status import InstanceState
@@ -31,6 +30,7 @@ from torch_py_backend.server import instances
 from torch_py_backend.server import supervisor as supervisors
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.supervisor import Event, Supervisor
+from torch_py_backend.server.tritonserver import Server
 
 pytestmark = pytest.mark.slow
 
@@ -108,28 +108,25 @@ def _check_streams(served: Supervised) -> None:
 
 
 def test_loads_that_take_too_long_and_a_stop_at_work(tmp_path: Path) -> None:
-    """--load-timeout ends loads that hang, whoever requested them, and says so; others serve.
+    """--load-timeout ends loads that hang, whoever requested them; what served before goes on.
 
     After SIGTERM, readiness ends first, and a request in flight gets its answer. A stream and a
     load that are under way hold nothing up; nothing is left.
     """
-    _lay_out(tmp_path, "steady", "changed")
+    _lay_out(tmp_path, "changed")
     _lay_out(tmp_path, "hangs", "unknown", built=_HANGS)
     _ENDLESS.lay_out(tmp_path)
-    loaded = [f"--load-model={name}" for name in ("steady", "changed", "hangs", "endless")]
+    loaded = [f"--load-model={name}" for name in ("changed", "hangs", "endless")]
     with serve(tmp_path, "--load-timeout=45", "--restarts=0", triton=loaded) as served:
-        _until_told(served, "READY   steady")
         _until_told(served, "READY   changed")
         _lay_out(tmp_path / "new", "changed", built=_HANGS)
         (tmp_path / "new/changed/1/model.py").replace(tmp_path / "changed/1/model.py")
-        loads = {name: _loading(served, name) for name in ("unknown", "changed")}
+        asking, refusals = _loading(served, "changed")
         served.wait_loaded()
-        for name, (asking, refusals) in loads.items():
-            _until_told(served, f"instance {name}_0_0 took longer than 45 s (--load-timeout)")
-            asking.join(120)
-            assert len(refusals) == 1
-            assert f"{name}_0_0' is not healthy" in refusals[0]
-        assert served.infer("steady", 0.1) == pytest.approx([-0.1] * 4)
+        _until_told(served, "instance changed_0_0 took longer than 45 s (--load-timeout)")
+        asking.join(120)
+        assert len(refusals) == 1
+        assert "changed_0_0' is not healthy" in refusals[0]
         assert served.infer("changed", 0.1) == pytest.approx([-0.1] * 4)
         assert served.ready("changed")
         assert "took longer than 45 s (--load-timeout)" in served.ask("/ready/hangs")[1]["reason"]
@@ -144,13 +141,13 @@ def test_loads_that_take_too_long_and_a_stop_at_work(tmp_path: Path) -> None:
 
 def _check_stop(served: Supervised) -> None:
     family, prefix, answers = served.family(), served.prefix(), []
-    asking = threading.Thread(target=lambda: answers.append(served.infer("steady", 3.0)))
+    asking = threading.Thread(target=lambda: answers.append(served.infer("changed", 3.0)))
     asking.start()
-    until(lambda: served.in_state("steady", InstanceState.BUSY), served)
-    assert served.ready("steady")
+    until(lambda: served.in_state("changed", InstanceState.BUSY), served)
+    assert served.ready("changed")
     served.process.send_signal(signal.SIGTERM)
     stopping = {"ready": False, "reason": "the server is being stopped"}
-    until(lambda: served.ask("/ready/steady") == (503, stopping), served)
+    until(lambda: served.ask("/ready/changed") == (503, stopping), served)
     asking.join(60)
     assert answers == [[-3.0] * 4]
     assert served.process.wait(60) == 0
@@ -195,7 +192,7 @@ def test_serve_or_tritonserver_is_killed(tmp_path: Path) -> None:
     in a container without an init process. It ends `serve`, too, with an exit code:
     Kubernetes starts it again. With --restrict, too.
     """
-    _lay_out(tmp_path, "steady", "hangs")
+    _lay_out(tmp_path, "hangs")
     config = tmp_path / "hangs" / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 1", "count: 2"))
     _ENDLESS.lay_out(tmp_path)
@@ -213,7 +210,6 @@ def test_serve_or_tritonserver_is_killed(tmp_path: Path) -> None:
         served.wait_loaded()
         assert regions(prefix) == []
         assert not folder.exists()
-        _check_restrictions(served)
         _check_streams(served)
         family, prefix = served.family(), served.prefix()
         triton = served.triton()
@@ -241,19 +237,6 @@ def _hang(served: Supervised, instances: int) -> None:
     until(lambda: len(served.in_state("hangs", InstanceState.BUSY)) == instances, served)
 
 
-def _check_restrictions(served: Supervised) -> None:
-    """Clients without the key are refused; serve itself has it, and no other process."""
-    assert served.infer("steady", 1.0) == [-1.0] * 4
-    assert served.ask("/live")[0] == 200
-    for one in served.family():
-        assert "a secret" not in one.environ().values(), living.command(one)
-    with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
-        with pytest.raises(InferenceServerException, match="restricted"):
-            client.unload_model("steady")
-        client.unload_model("steady", headers={"triton-grpc-protocol-admin-key": "a secret"})
-    until(lambda: served.ask("/ready/steady")[0] == 404, served)
-
-
 def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that stalls for seconds while it loads, so that Triton forgets it, is replaced."""
     # Here, nothing but Triton notices that the process was stopped.
@@ -264,7 +247,9 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     _lay_out(tmp_path / "repository", "slow", built=built)
     events: list[Event] = []
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving.running(tmp_path, "--model-control-mode=explicit"))
+        arguments, log = ("--model-control-mode=explicit", EXIT), tmp_path / "server.log"
+        server = stack.enter_context(Server(tmp_path / "repository", arguments=arguments, log=log))
+        server.wait_loaded()
         monitor = InstanceMonitor(server.status_folder)
         supervisor = Supervisor(server.client, monitor, events.append, 3, 200)
 

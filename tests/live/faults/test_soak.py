@@ -30,7 +30,7 @@ from scenarios import Scenario
 from supervised import Supervised
 from tritonclient.utils import InferenceServerException
 
-_SECONDS = float(os.environ.get("SOAK_SECONDS", "15"))
+_SECONDS = float(os.environ.get("SOAK_SECONDS", "8"))
 _CLIENTS = 6  # of each protocol
 _SAMPLE_S = 0.5
 # Between two cycles of unload and load.
