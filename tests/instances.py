@@ -18,26 +18,22 @@ from scenarios import Refused, Scenario
 from torch_py_backend.adapter import TritonPythonModel
 
 
-def load(folder: Path, scenario: Scenario) -> TritonPythonModel:
-    """Start an instance; complete its config before, as Triton does."""
-    arguments = fake_triton.arguments(scenario.lay_out(folder))
-    model = TritonPythonModel()
-    model.initialize(fake_triton.completed(model, arguments))
-    fake_triton.Logger.lines.clear()
-    return model
-
-
 class Served:
-    """An instance, and what sends requests to it."""
+    """An instance, whose config was completed as by Triton, and what sends requests to it."""
 
-    def __init__(self, folder: Path, scenario: Scenario) -> None:
-        self.model = load(folder, scenario)
-        arguments = fake_triton.arguments(folder / scenario.name)
-        self._document = json.loads(arguments["model_config"])
+    def __init__(self, folder: Path, scenario: Scenario, kind: str = "CPU") -> None:
+        self.model = TritonPythonModel()
+        arguments = fake_triton.arguments(scenario.lay_out(folder))
+        if arguments["model_instance_kind"] == "CPU":
+            arguments |= {"model_instance_kind": kind}
+        arguments = fake_triton.completed(self.model, arguments)
+        self.document = json.loads(arguments["model_config"])
+        self.model.initialize(arguments)
+        fake_triton.Logger.lines.clear()
 
     def request(self, inputs: dict[str, Any], name: str = "", **how: Any) -> Any:
-        turn = how.setdefault("turn", fake_triton.Turn(0))
-        tensors = fake_triton.request(inputs, self._document, name, turn).inputs()
+        turn = how["turn"] = how.get("turn") or fake_triton.Turn(0)
+        tensors = fake_triton.request(inputs, self.document, name, turn).inputs()
         return fake_triton.InferenceRequest(tensors, name, **how)
 
     def send(self, *requests: Any) -> list[list[Any]]:
@@ -46,6 +42,10 @@ class Served:
         if responses is None:
             return list(map(ended, requests))
         return [[response] for response in responses]
+
+
+def load(folder: Path, scenario: Scenario) -> TritonPythonModel:
+    return Served(folder, scenario).model
 
 
 def ended(request: Any) -> list[Any]:

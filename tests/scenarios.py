@@ -1,7 +1,7 @@
 """The table of scenarios: a model folder, what is sent to it, and what must come back.
 
 Each runs through the adapter against the fake of Triton's utilities; one of each kind also on a
-real tritonserver (`serving.TABLES`).
+real tritonserver (`serving.TABLE`).
 """
 
 from __future__ import annotations
@@ -463,7 +463,12 @@ OPTIONS = (
     Scenario(
         "compiled",
         python(models.Compiled),
-        x_to_y(2, TORCH_COMPILE_OPTIONAL_PARAMETERS='{"mode": "default"}', WEIGHTS="none"),
+        x_to_y(
+            2,
+            BATCH_BUCKETS="2",  # one graph
+            TORCH_COMPILE_OPTIONAL_PARAMETERS='{"mode": "default", "dynamic": false}',
+            WEIGHTS="none",
+        ),
         (Call({"x": _X}, {}), Call({"x": floats(1, 4)}, {})),
     ),
 )

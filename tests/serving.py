@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import hooked
 import kinds
 import ml_dtypes
 import pytest
-import registered
 import scenarios
 import torch
 import tritonclient.grpc
@@ -26,17 +26,11 @@ from scenarios import Call, Refused, assert_close
 from supervised import EXIT
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from torch_py_backend.errors import ToolError
-from torch_py_backend.processes import instance_status
-from torch_py_backend.processes.instance_status import InstanceState
+from torch_py_backend.server import serving as supervision
 from torch_py_backend.server.client import ModelState
 from torch_py_backend.server.tritonserver import Server
 
 _LONGEST_S = 540
-# For so long Triton does not leave instances idle that it has not forgotten.
-_FORGOTTEN_S = 30
-# What Triton dies of where an instance did not answer in time.
-_STALLED = "boost::interprocess::lock_exception"
 # A port that is free here may be the one that a server of another process will have in a moment.
 _ADDRESS = f"127.0.0.{2 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw'))}"
 _GRPC = {
@@ -45,24 +39,17 @@ _GRPC = {
     503: "UNAVAILABLE",
 }
 # Of each kind of model, request and refusal one: what a server and its clients add to the fake.
-# Programs and packages are in test_digits.py, models without batches in test_repositories.py.
-_ON_SERVER = {
-    "requests": (
-        "outputs", "prints_beyond_ascii", "every_type", "optional_inputs", "bytes_in_rows",
-        "compiled", "padded", "poison", "outputs_in_memory_used_again", "batch_output",
-    ),
-    "sequences, hooks, completed and refused models": (
-        "state_direct", "state_oldest", "states_of_strings_and_files", "signals_uint64_direct",
-        "hooks_counts", "operator_of_torchscript", "complete_export_nested", "complete_crashes",
-        "syntax_error",
-    ),
-}  # fmt: skip
-_ALL = (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE, *registered.TABLE)
+# Programs are in the pages that tests/deploy follows, and strings in faults/test_requests.py;
+# TorchScript and models without batches are in test_repositories.py.
+_ON_SERVER = (
+    "outputs", "prints_beyond_ascii", "every_type", "optional_inputs", "compiled", "padded",
+    "poison", "outputs_in_memory_used_again", "batch_output", "state_oldest",
+    "states_of_strings_and_files", "signals_uint64_direct", "hooks_counts", "complete_aoti",
+    "complete_crashes",
+)  # fmt: skip
+_ALL = (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE)
 _BY_NAME = {scenario.name: scenario for scenario in _ALL}
-# What one server serves together: all at once would not fit a small machine's memory.
-TABLES = {
-    name: tuple(_BY_NAME[scenario] for scenario in names) for name, names in _ON_SERVER.items()
-}
+TABLE = tuple(_BY_NAME[name] for name in _ON_SERVER)
 
 
 @dataclass(frozen=True)
@@ -107,53 +94,35 @@ def until(happened: Callable[[], object], seconds: float = 60) -> None:
 
 @contextlib.contextmanager
 def running(folder: Path, *arguments: str, ready: bool = True) -> Iterator[Server]:
-    """A server that has tried to load every model in `repository`; if `ready`, with success."""
-    log_path = folder / "server.log"
-    with contextlib.ExitStack() as stack:
-        server, states = _loaded(stack, folder / "repository", log_path, arguments)
-        refused = [one for one in states.values() if one.reason]
-        assert not (ready and refused), (refused, log_path.read_text(errors="replace"))
+    """A supervised server that has tried to load every model in `repository`.
+
+    If `ready`, with success. A load that Triton gives up, as when the machine stalled for a second,
+    is repeated.
+    """
+    log = folder / "server.log"
+    server = Server(folder / "repository", address=_ADDRESS, arguments=(EXIT, *arguments), log=log)
+    names, over = supervision.take_names(server), threading.Event()
+    loaded: Future[Mapping[str, str]] = Future()
+
+    def run() -> None:
+        try:
+            supervision.run(server, names, lambda _: None, loaded.set_result, over.is_set)
+        except Exception as error:
+            if not loaded.done():
+                loaded.set_exception(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        reasons = loaded.result(_LONGEST_S)
+        refused = {name: reason for name, reason in reasons.items() if reason}
+        assert not (ready and refused), (refused, log.read_text(errors="replace"))
         # Triton begins to listen for them after it has begun for requests.
         until(lambda: _listens(server.metrics_address))
         yield server
-
-
-def _loaded(
-    stack: contextlib.ExitStack, repository: Path, log_path: Path, arguments: Sequence[str]
-) -> tuple[Server, Mapping[str, ModelState]]:
-    """Return a server and the states of its models.
-
-    Triton 24.10 never ends a load during which the machine stalled for a second, or dies of it.
-    `serve` notices; here, the server is replaced.
-    """
-    deadline = time.monotonic() + _LONGEST_S
-    while True:
-        with contextlib.ExitStack() as attempt:
-            options = (EXIT, "--exit-on-error=false", *arguments)
-            server = attempt.enter_context(
-                Server(repository, address=_ADDRESS, arguments=options, log=log_path)
-            )
-            try:
-                if states := server.wait_loaded(functools.partial(_has_forgotten, server)):
-                    stack.push(attempt.pop_all())
-                    return server, states
-            except ToolError:
-                if _STALLED not in log_path.read_text(errors="replace"):
-                    raise
-            assert time.monotonic() < deadline
-        log_path.rename(log_path.with_suffix(".forgotten"))
-
-
-def _has_forgotten(server: Server) -> bool:
-    """Whether the server waits for the end of loads that have all ended."""
-    statuses = []
-    with contextlib.suppress(OSError, ValueError):  # an instance has just ended
-        paths = instance_status.files(server.status_folder)
-        statuses = [instance_status.Reader(path).read() for path in paths]
-    return bool(statuses) and all(
-        status.state is InstanceState.IDLE and time.monotonic() > status.since + _FORGOTTEN_S
-        for status in statuses
-    )
+    finally:
+        over.set()
+        thread.join()
 
 
 def _listens(address: str) -> bool:

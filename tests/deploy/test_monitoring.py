@@ -24,7 +24,7 @@ def test_prometheus_can_read_a_query_which_names_what_there_is(place: str) -> No
     assert selectors
     for selector in selectors:
         name = str(selector.name)
-        if name.startswith("nv_"):  # tests/live/test_metrics.py
+        if name.startswith("nv_"):  # tests/live/test_scenarios.py
             continue
         assert name in _KNOWN, name
         row = _KNOWN[name]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_triton
+import instances
 import models
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from instances import until
 from scenarios import Refused, Scenario
 from torch import Tensor, nn
 
-from torch_py_backend.adapter import TritonPythonModel, messages
+from torch_py_backend.adapter import messages
 from torch_py_backend.config import pbtxt
 
 _ON_CPU = os.environ.get("GPU_DEVICE") == "cpu"
@@ -38,20 +39,11 @@ pytestmark = [
 ]
 
 
-class Served:
+class Served(instances.Served):
     """A model in this process, with KIND_GPU unless its config has KIND_MODEL."""
 
     def __init__(self, folder: Path, scenario: Scenario, kind: str = _KIND) -> None:
-        self.model = TritonPythonModel()
-        arguments = fake_triton.arguments(scenario.lay_out(folder))
-        if arguments["model_instance_kind"] == "CPU":
-            arguments |= {"model_instance_kind": kind}
-        arguments = fake_triton.completed(self.model, arguments)
-        self.document: dict[str, Any] = json.loads(arguments["model_config"])
-        self.model.initialize(arguments)
-
-    def request(self, inputs: dict[str, Any], turn: Any = None) -> Any:
-        return fake_triton.request(inputs, self.document, "", turn or fake_triton.Turn(0))
+        super().__init__(folder, scenario, kind)
 
     def ask(self, *values: Any) -> list[Tensor]:
         """Return the only output for each value of x, which are in one batch."""
@@ -89,7 +81,7 @@ _TABLE = (
 def test_the_table_holds_on_the_gpu(scenario: Scenario, tmp_path: Path, process: None) -> None:
     served = Served(tmp_path, scenario)
     for call in scenario.calls:
-        (response,) = served.model.execute([served.request(call.inputs, call.turn)])
+        (response,) = served.model.execute([served.request(call.inputs, turn=call.turn)])
         if isinstance(call.expected, Refused):
             assert response.error() is not None
             continue
@@ -202,6 +194,7 @@ def test_an_answer_is_the_same_in_a_batch_and_not_changed_by_the_next_one(
 _INSTANCE = """
 import json, sys
 import fake_triton
+import instances
 sys.modules["triton_python_backend_utils"] = fake_triton
 import numpy as np
 from torch_py_backend.adapter import TritonPythonModel

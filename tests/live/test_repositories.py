@@ -1,9 +1,9 @@
 """Repositories as users have them, on a real server.
 
 Those written for Triton's C++ LibTorch backend and its Python runtime are served unchanged:
-`install --name pytorch` puts our backend where Triton looks for LibTorch's. The first two configs
-are in the manner of Triton's documentation and of its PyTorch tutorial; the others have one each of
-the things that such repositories do.
+`install --name pytorch` puts our backend where Triton looks for LibTorch's. The first config is in
+the manner of Triton's PyTorch tutorial; the others have one each of the things that such
+repositories do.
 
 `backend: "python"` with `platform: "pytorch"`, the other way to ask for the Python runtime, is not
 here: Triton gives such a model to its Python backend, and none of ours is asked.
@@ -14,31 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import kinds
 import models
-import numpy as np
 import packed
 import pytest
 import refused_configs
 import scenarios
 import torch
 from scenarios import Call, Scenario, floats, tensor
-from serving import Serving, asked, until
+from serving import Serving, asked
 from torch import Tensor, nn
 
 from torch_py_backend.config import execution_env
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-_LIBTORCH = """
-name: "resnet50"
-platform: "pytorch_libtorch"
-max_batch_size: 8
-input [{ name: "input__0" data_type: TYPE_FP32 dims: [ 3, 32, 32 ] }]
-output [{ name: "output__0" data_type: TYPE_FP32 dims: [ 1000 ] }]
-"""
 _TUTORIAL = """
-name: "resnet50_tutorial"
+name: "resnet50"
 platform: "pytorch_libtorch"
 max_batch_size : 0
 input [{
@@ -100,8 +91,8 @@ def forward(x):
 
 torch.manual_seed(1)
 _NETWORK = Network().eval()
-_IMAGES, _X = floats(3, 3, 32, 32, seed=4), floats(3, 4)
-_LOGITS = scenarios.eager(_NETWORK, images=_IMAGES)
+_IMAGE, _X = floats(3, 32, 32, seed=4), floats(3, 4)
+_LOGITS = scenarios.eager(_NETWORK, images=_IMAGE[None])
 _AFFINE = scenarios.affine()
 
 
@@ -116,29 +107,13 @@ def _parameters(values: dict[str, str]) -> str:
     )
 
 
-def _said(*texts: str) -> Call:
-    return Call(
-        {"INPUT__0": np.array([[text] for text in texts], dtype=np.object_)},
-        {
-            "OUTPUT__0": np.array([[len(text)] for text in texts]),
-            "OUTPUT__1": np.array([[f"{text}!".encode()] for text in texts], dtype=np.object_),
-        },
-    )
-
-
 TABLE = (
-    Scenario(
+    Scenario(  # reshape gives a model without batches its batch dimension
         "resnet50",
         _traced,
-        _LIBTORCH + _parameters(_LIBTORCH_PARAMETERS),
-        tuple(Call({"input__0": _IMAGES[:n]}, {"output__0": _LOGITS[:n]}) for n in (1, 3)),
+        _TUTORIAL + _parameters(_LIBTORCH_PARAMETERS),
+        (Call({"input__0": _IMAGE}, {"output__0": _LOGITS.reshape(1, 1000, 1, 1)}),),
         logs=("the parameter ENABLE_NVFUSER is unknown and ignored",),
-    ),
-    Scenario(  # reshape gives a model without batches its batch dimension
-        "resnet50_tutorial",
-        _traced,
-        _TUTORIAL,
-        (Call({"input__0": _IMAGES[1]}, {"output__0": _LOGITS[1].reshape(1, 1000, 1, 1)}),),
     ),
     Scenario(
         "python_runtime",
@@ -151,16 +126,6 @@ TABLE = (
         + tensor("output", "y", [3])
         + _parameters(_PYTHON_PARAMETERS),
         (Call({"x": _X}, {"y": scenarios.eager(_AFFINE, x=_X)}),),
-    ),
-    Scenario(
-        "strings",
-        scenarios.script(kinds.Texts()),
-        'platform: "pytorch_libtorch"\nmax_batch_size: 8\n'
-        + tensor("input", "INPUT__0", [1], "STRING")
-        + tensor("output", "OUTPUT__0", [1], "INT64")
-        + tensor("output", "OUTPUT__1", [1], "STRING")
-        + "dynamic_batching { preferred_batch_size: [ 3 ] max_queue_delay_microseconds: 5000000 }",
-        (_said("one", "three", "seventeen"),),
     ),
 )
 _GREETING = Scenario(
@@ -199,15 +164,6 @@ def test_a_repository_s_own_way_is_served_as_it_is(scenario: Scenario, serving: 
         serving.until_logged(part)
 
 
-def test_requests_of_one_batch_get_their_own_strings(serving: Serving) -> None:
-    """With LibTorch every request in a batch gets the first one's."""
-    rows, executions = _counts(serving)
-    serving.check_together("strings", [_said("a"), _said("bcd", "ef")])
-    # Triton counts a batch after it has answered it.
-    until(lambda: _counts(serving)[0] == rows + 3)
-    assert _counts(serving)[1] == executions + 1
-
-
 def test_a_model_imports_what_only_its_environment_has(serving: Serving) -> None:
     state = serving.states["greets"]
     assert state.ready, state.reason
@@ -218,9 +174,3 @@ def test_configs_that_check_refuses_are_refused(serving: Serving) -> None:
     """tests/cli/test_check.py compares what `check` says of them, and of a valid one."""
     ready = {name for name, state in serving.states.items() if state.ready}
     assert not ready & refused_configs.TABLE.keys()
-
-
-def _counts(serving: Serving) -> tuple[int, int]:
-    """Return the rows of the model `strings` that were answered, and its executions."""
-    (statistics,) = serving.grpc.get_inference_statistics("strings").model_stats
-    return statistics.inference_count, statistics.execution_count

@@ -1,4 +1,7 @@
-"""`save_model` and `serve`: from a module to answers of a real server, and what is left behind."""
+"""`torch_py_backend.serve`: answers of a real server, and what is left behind.
+
+The pages that tests/deploy follows serve what `save_model` has written.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ import pytest
 import scenarios
 import streamed
 import torch
-from torch import nn
 from tritonclient.utils import InferenceServerException
 
 import torch_py_backend
@@ -42,42 +44,34 @@ _COUNTS = scenarios.Scenario(
 )
 
 
-@pytest.fixture(scope="module")
-def module() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return models.Affine()
+_AFFINE = scenarios.affine()
+_MODULE = scenarios.Scenario(
+    "module",
+    scenarios.both(scenarios.python(models.Affine), scenarios.safe(_AFFINE.state_dict())),
+    scenarios.x_to_y(3),
+)
 
 
 @pytest.fixture(scope="module")
-def server(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     repository = tmp_path_factory.mktemp("models")
-    torch_py_backend.save_model(module, repository / "module", example_inputs=torch.rand(2, 4))
-    torch_py_backend.save_model(
-        module, repository / "texts", example_inputs={"text": ["a", "longer"]}, hooks=models.Measure
-    )
-    for scenario in (_HALVES, _COUNTS):
+    for scenario in (_MODULE, _HALVES, _COUNTS):
         scenario.lay_out(repository)
     with torch_py_backend.serve(repository) as running:
         yield running
 
 
-def test_what_is_served_answers_as_the_module(server: LocalServer, module: nn.Module) -> None:
+def test_what_is_served_answers_as_the_module(server: LocalServer) -> None:
     for rows in (1, 2, 5):
         x = torch.rand(rows, 4)
-        with torch.inference_mode():
-            expected = {"OUTPUT__0": module(x).numpy()}
+        expected = scenarios.eager(_AFFINE, x=x.numpy())
         for inputs in (x, {"x": x}, x.numpy().astype(np.float64), x.tolist()):
             outputs = server.infer("module", inputs)
-            assert outputs.keys() == expected.keys()
-            scenarios.assert_close(outputs["OUTPUT__0"], expected["OUTPUT__0"])
+            assert outputs.keys() == {"y"}
+            scenarios.assert_close(outputs["y"], expected)
 
 
 def test_values_that_numpy_does_not_have(server: LocalServer) -> None:
-    """A list of str is one text for each row, in bytes where it is returned; BF16 is sent."""
-    outputs = server.infer("texts", ["one", "another"])
-    assert outputs["scores"].shape == (2, 3)
-    assert {bytes(label) for label in outputs["label"].flat} <= {b"a", b"b", b"c"}
     x = torch.rand(2, 4).bfloat16().float()
     outputs = server.infer("half", {"x": x, "factor": torch.full_like(x, 2.0)})
     assert torch.equal(torch.from_numpy(outputs["y"].astype(np.float32)), x * 2)

@@ -1,17 +1,25 @@
-"""Streams and sequences on a real server, over gRPC: many at once."""
+"""Streams and sequences on a real server, over gRPC: many at once, left, and unloaded.
+
+tritonserver 24.10 dies of a cancelled gRPC stream now and then, whatever the backend (see
+docs/streaming.md): what cannot be told then is skipped, and comes last.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import itertools
 import queue
 import shutil
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc_streams
 import models
 import numpy as np
@@ -23,23 +31,23 @@ import streamed
 import tritonclient.grpc
 from grpc_streams import Client, metric, responses
 from streamed import Streamed
+from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
 
 _MANY = 64
+_STREAMS = tuple(one for one in streamed.TABLE if one.scenario.name != "plain")
 _STEPS = 90
-_LONGEST_S = 60
-_MODELS = tuple(one.scenario for one in streamed.TABLE)
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 # The answers of a stream come in the order of its requests: none may wait for another's end, so
 # there are no more sequences than slots.
-_SEQUENCES = {"direct": 16, "oldest": 48}
+_SEQUENCES = {"direct": 8, "oldest": 48}
 _TURNS = 12
 _STRATEGIES = {
     "direct": "direct { }",
     "oldest": "oldest { max_candidate_sequences: 64 max_queue_delay_microseconds: 1000 }",
 }
-_TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
+_INSTANCES = {"direct": 1, "oldest": 2}
 # A machine that does several things at once may keep a step waiting for seconds.
 _PATIENT = "max_sequence_idle_microseconds: 60000000"
 
@@ -47,14 +55,15 @@ _PATIENT = "max_sequence_idle_microseconds: 60000000"
 def _accumulates(name: str) -> scenarios.Scenario:
     strategy = f"{_STRATEGIES[name]} {_PATIENT}"
     sequencing = scenarios.sequencing(scenarios.state(), strategy=strategy)
-    text = scenarios.config({"x": [4]}, {"y": [4]}, more=sequencing + _TWO)
+    group = f"instance_group [{{ kind: KIND_CPU count: {_INSTANCES[name]} }}]\n"
+    text = scenarios.config({"x": [4]}, {"y": [4]}, more=sequencing + group)
     return scenarios.Scenario(name, scenarios.python(models.Accumulate), text)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("streaming")
-    for scenario in (*_MODELS, *map(_accumulates, _SEQUENCES)):
+    for scenario in (*(one.scenario for one in _STREAMS), *map(_accumulates, _SEQUENCES)):
         scenario.lay_out(folder / "repository")
     shutil.copytree(_EXAMPLES / "model_repository" / "sonnets", folder / "repository" / "sonnets")
     with serving.running(folder) as server:
@@ -68,7 +77,7 @@ def client(server: Server) -> Iterator[Client]:
     made.channel.close()
 
 
-@pytest.mark.parametrize("one", streamed.TABLE, ids=lambda one: one.scenario.name)
+@pytest.mark.parametrize("one", _STREAMS, ids=lambda one: one.scenario.name)
 def test_the_table_of_streams(one: Streamed, client: Client) -> None:
     for stream in one.streams:
         grpc_streams.check(client, one.scenario.name, stream)
@@ -124,7 +133,7 @@ def test_the_last_response_is_marked(client: Client) -> None:
 
 
 def test_the_client_of_the_example_prints_what_its_network_writes_without_a_server(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(_EXAMPLES)
     train_sonnets = importlib.import_module("train_sonnets")
@@ -132,15 +141,9 @@ def test_the_client_of_the_example_prints_what_its_network_writes_without_a_serv
     poet.load_state_dict(safetensors.torch.load_file(train_sonnets.WEIGHTS))
     monkeypatch.setattr(poet, "begin", functools.partial(poet.begin, temperature=0.0))
     expected = train_sonnets.written(poet, "When I", 60)
-    command = [str(_EXAMPLES / "stream_sonnets.py"), "When I", "--length=60", "--temperature=0"]
-    done = subprocess.run(
-        [sys.executable, *command, f"--address={server.grpc_address}"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_LONGEST_S,
-    )
-    assert done.stdout == f"{expected}\n"
+    stream_sonnets = importlib.import_module("stream_sonnets")
+    stream_sonnets.main("When I", length=60, temperature=0.0, address=server.grpc_address)
+    assert capsys.readouterr().out == f"{expected}\n"
 
 
 @pytest.mark.parametrize("model", ["direct", "oldest"])
@@ -173,3 +176,69 @@ def test_many_sequences_at_once(model: str, server: Server) -> None:
         if number < _TURNS - 1:
             send(place, number + 1)
     client.close()
+
+
+@contextlib.contextmanager
+def _asking(server: Server) -> Iterator[Client]:
+    """A client; what a server does not tell that has died, or dies meanwhile, is skipped."""
+    _skip_if_dead(server)
+    client = grpc_streams.connect(server)
+    try:
+        yield client
+    except (grpc.RpcError, InferenceServerException, StopIteration, OSError, HTTPException):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(30)  # it may be dying just now
+        _skip_if_dead(server)
+        raise
+    finally:
+        client.channel.close()
+
+
+def _skip_if_dead(server: Server) -> None:
+    """Only a crash is Triton's fault: code of this backend runs in other processes."""
+    code = server.process.poll()
+    if code in (-signal.SIGSEGV, -signal.SIGABRT):
+        pytest.skip("tritonserver has died of a cancellation")
+    assert code is None, f"tritonserver ended with {code}"
+
+
+def _endless(pause: float) -> dict[str, Any]:
+    return {"count": streamed.ints(2**30), "pause": streamed.floats(pause)}
+
+
+def test_a_stream_that_waits_blocks_nobody_and_is_woken_if_cancelled(server: Server) -> None:
+    with _asking(server) as client:
+        slow = client.ask("asynchronous", _endless(60))
+        for _ in range(3):
+            call = client.ask("asynchronous", {"count": streamed.ints(5)})
+            assert len(list(responses(call))) == 5
+        assert slow.is_active()
+        serving.until(lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 1)
+        slow.cancel()
+        serving.until(lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 0)
+
+
+def test_unload_with_live_streams(server: Server) -> None:
+    """An unload takes no new streams, and ends when the live ones have, cancelled or not."""
+    asked = "asynchronous", _endless(0.002)
+    with (
+        _asking(server) as client,
+        tritonclient.grpc.InferenceServerClient(server.grpc_address) as control,
+    ):
+
+        def reason() -> str:
+            models = control.get_model_repository_index().models
+            return next(str(one.reason) for one in models if one.name == "asynchronous")
+
+        call = client.ask(*asked)
+        next(responses(call))
+        control.unload_model("asynchronous")
+        (refused,) = responses(client.ask(*asked))
+        assert isinstance(refused, str)
+        assert len(list(itertools.islice(responses(call), 50))) == 50
+        call.cancel()
+        serving.until(lambda: reason() == "unloaded")
+        control.load_model("asynchronous")
+        call = client.ask(*asked)
+        assert isinstance(next(responses(call)), dict)
+        call.cancel()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
 
-import grpc_streams
 import numpy as np
 import pytest
 import serving
@@ -17,9 +16,7 @@ import tritonclient.http
 
 from torch_py_backend.server import Server
 
-_MODELS = ("plain", "yields")
 _CLIENT = ("12" * 16, "34" * 8)
-_X = {"x": np.ones((1, 1), dtype=np.float32)}
 # The names of Triton's spans by the ends of the IDs of their trace and of themselves.
 Names: TypeAlias = dict[tuple[int, ...], str]
 
@@ -54,8 +51,7 @@ def collector(names: Names) -> Iterator[str]:
 def server(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterator[Server]:
     """A server that traces every request with OpenTelemetry."""
     folder = tmp_path_factory.mktemp("tracing")
-    for name in _MODELS:
-        traced.TABLE[name].lay_out(folder / "repository")
+    traced.TABLE["plain"].lay_out(folder / "repository")
     arguments = [
         "--trace-config=mode=opentelemetry",
         "--trace-config=rate=1",
@@ -67,27 +63,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterator
         yield server
 
 
-def _span_name(names: Names, ids: list[int]) -> str:
-    serving.until(lambda: tuple(ids) in names)
-    return names[tuple(ids)]
-
-
 def test_the_trace_of_the_client_is_that_of_the_models_code(server: Server, names: Names) -> None:
     """It comes as W3C's header; the model runs in Triton's span of its request."""
-    inputs = serving.infer_inputs(tritonclient.http, _X)
+    inputs = serving.infer_inputs(tritonclient.http, {"x": np.ones((1, 1), dtype=np.float32)})
     headers = {"traceparent": f"00-{'-'.join(_CLIENT)}-01"}
     with tritonclient.http.InferenceServerClient(server.http_address) as client:
         ids = client.infer("plain", inputs, headers=headers).as_numpy("y").ravel().tolist()
     assert ids[:1] == traced.ends(_CLIENT[0])
-    assert _span_name(names, ids) == "plain"
-
-
-def test_responses_of_a_stream_are_made_within_the_span_of_its_request(
-    server: Server, names: Names
-) -> None:
-    client = grpc_streams.connect(server)
-    responses: list[Any] = list(grpc_streams.responses(client.ask("yields", _X)))
-    client.channel.close()
-    first, second = (response["y"].ravel().tolist() for response in responses)
-    assert first == second
-    assert _span_name(names, first) == "yields"
+    serving.until(lambda: tuple(ids) in names)
+    assert names[tuple(ids)] == "plain"

@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 from torch import nn
 
-present = Path(__file__).parents[2] / "present"
+present = Path(__file__).parents[3] / "present"
 own = present / str(os.getpid())
 own.touch()
 time.sleep(0.05)
@@ -62,31 +62,28 @@ def test_instances_load_in_turn_and_share_their_weights(tmp_path: Path) -> None:
             more=f"instance_group [{{ kind: KIND_CPU count: {_INSTANCES} }}]\n",
         ),
     ).lay_out(tmp_path / "repository")
-    (tmp_path / "repository" / "present").mkdir()
+    (tmp_path / "present").mkdir()
     inputs = infer_inputs(tritonclient.grpc, {"x": np.ones((1, _WIDTH), np.float32)})
     own = tmp_path / "temporary" / f"torch-py-backend-{os.geteuid()}"
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("TMPDIR", str(tmp_path / "temporary"))
-        server = stack.enter_context(running(tmp_path, "--model-control-mode=explicit"))
+        server = stack.enter_context(running(tmp_path))
         client = stack.enter_context(tritonclient.grpc.InferenceServerClient(server.grpc_address))
-        regions = _regions(server)
-        for _ in range(2):
-            client.load_model("wide")
-            assert set(client.infer("wide", inputs).as_numpy("y").flat) == {1}
-            weights = _mapped(server, tmp_path / "repository" / "wide" / "1" / "model.safetensors")
-            size = sum(tensor.nbytes for tensor in _STATE.values())
-            assert len(weights) == _INSTANCES
-            assert sum(one.pss for one in weights) <= 1.1 * size
-            assert all(one.rss >= 0.9 * size for one in weights)
-            assert all(one.private_dirty == 0 for one in weights)
-            assert len(_regions(server)) >= len(regions) + _INSTANCES
-            client.unload_model("wide")
-            # Triton reaps a process before it gives back what they shared.
-            until(lambda: not _instances(server) and _regions(server) == regions, _SECONDS)
-            assert [path.name for path in own.iterdir()] == ["locks"]
-    counts = (tmp_path / "repository" / "counts").read_text().split()
-    assert counts == ["1"] * 2 * _INSTANCES
+        assert set(client.infer("wide", inputs).as_numpy("y").flat) == {1}
+        weights = _mapped(server, tmp_path / "repository" / "wide" / "1" / "model.safetensors")
+        size = sum(tensor.nbytes for tensor in _STATE.values())
+        assert len(weights) == _INSTANCES
+        assert sum(one.pss for one in weights) <= 1.1 * size
+        assert all(one.rss >= 0.9 * size for one in weights)
+        assert all(one.private_dirty == 0 for one in weights)
+        assert len(_regions(server)) > _INSTANCES
+        client.unload_model("wide")
+        # Triton reaps a process before it gives back what they shared.
+        until(lambda: not _instances(server) and len(_regions(server)) == 1, _SECONDS)
+        assert [path.name for path in own.iterdir()] == ["locks"]
+    counts = (tmp_path / "counts").read_text().split()
+    assert counts == ["1"] * _INSTANCES
 
 
 def _instances(server: Server) -> list[psutil.Process]:
@@ -95,7 +92,7 @@ def _instances(server: Server) -> list[psutil.Process]:
 
 
 def _regions(server: Server) -> set[str]:
-    """Shared memory under the prefix that this server was given: others may run here."""
+    """Shared memory under the prefix that this server was given, and the file of its owner."""
     words = living.command(psutil.Process(server.process.pid))
     prefix = re.search(r"shm-region-prefix-name=(\S+)", words)
     assert prefix is not None

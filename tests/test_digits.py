@@ -1,0 +1,136 @@
+"""The digit models of examples/model_repository, with the held-out digits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import command_line
+import instances
+import numpy as np
+import pytest
+from digits_data import (
+    REQUIRED_ACCURACY,
+    REQUIRED_LINEAR_ACCURACY,
+    REQUIRED_ROWS_ACCURACY,
+    Digits,
+    load_split,
+)
+from fake_triton import Turn
+from instances import Served
+from PIL import Image
+from scenarios import Refused, Scenario
+
+from torch_py_backend.processes import child_process
+
+_EXAMPLES = Path(__file__).parents[1] / "examples" / "model_repository"
+_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+@pytest.fixture(scope="module")
+def digits() -> Digits:
+    return load_split().held_out
+
+
+@pytest.fixture
+def serve(
+    tmp_path: Path, process: None, imports: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Served]:
+    """Start a model; what completes a config does so in this process."""
+    monkeypatch.setattr(child_process, "run", command_line.here)
+
+    def start(name: str) -> Served:
+        def copy(folder: Path) -> None:
+            shutil.copytree(_EXAMPLES / name / "1", folder, dirs_exist_ok=True)
+
+        config = (_EXAMPLES / name / "config.pbtxt").read_text()
+        return Served(tmp_path, Scenario(name, copy, config))
+
+    return start
+
+
+def _values(response: Any, output: str) -> Any:
+    assert response.error() is None, response.error().message()
+    (value,) = [one.as_numpy() for one in response.output_tensors() if one.name() == output]
+    return value
+
+
+def _logits(served: Served, input_name: str, output: str, images: Any) -> Any:
+    """Return the logits [n, 10] of images [n, 1, 8, 8], in batches as large as the largest."""
+    starts = range(0, len(images), 64)
+    requests = [served.request({input_name: images[start : start + 64]}) for start in starts]
+    return np.concatenate([_values(served.send(one)[0][0], output) for one in requests])
+
+
+def _accuracy(logits: Any, digits: Digits) -> float:
+    return float((logits.argmax(axis=1) == digits.labels).mean())
+
+
+@pytest.mark.parametrize(
+    ("model", "input_name", "output"),
+    [
+        ("digits_torchscript", "INPUT__0", "OUTPUT__0"),
+        ("digits_exported", "image", "OUTPUT__0"),
+        ("digits_aoti", "INPUT__0", "OUTPUT__0"),
+    ],
+)
+def test_forms_of_one_network_have_the_same_logits_and_classify_held_out_digits(
+    serve: Callable[[str], Served], digits: Digits, model: str, input_name: str, output: str
+) -> None:
+    expected = _logits(serve("digits"), "image", "logits", digits.images)
+    logits = _logits(serve(model), input_name, output, digits.images)
+    assert _accuracy(logits, digits) >= REQUIRED_ACCURACY
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_class_of_torch_with_weights_classifies(
+    serve: Callable[[str], Served], digits: Digits
+) -> None:
+    logits = _logits(serve("digits_factory"), "input", "logits", digits.images)
+    assert _accuracy(logits, digits) >= REQUIRED_LINEAR_ACCURACY
+
+
+def test_digits_that_come_row_by_row_in_sequences_at_once(
+    serve: Callable[[str], Served], digits: Digits
+) -> None:
+    served = serve("digits_lstm")
+    for place in range(8):
+        rows = [
+            served.request(
+                {"row": image[0, place][None]}, turn=Turn(number, place == 0, place == 7)
+            )
+            for number, image in enumerate(digits.images, 1)
+        ]
+        answers = [answer for (answer,) in served.send(*rows)]
+    logits = np.concatenate([_values(answer, "logits") for answer in answers])
+    assert _accuracy(logits, digits) >= REQUIRED_ROWS_ACCURACY
+
+
+def test_png_files_in_labels_out_and_a_file_that_is_no_image_is_refused_alone(
+    serve: Callable[[str], Served], digits: Digits
+) -> None:
+    served = serve("digits_png")
+
+    def ask(*contents: bytes) -> list[Any]:
+        arrays = [np.array([[content]], dtype=np.object_) for content in contents]
+        requests = [served.request({"image": array}) for array in arrays]
+        return [answer for (answer,) in served.send(*requests)]
+
+    files = []
+    for image in digits.images[:, 0]:
+        file = BytesIO()
+        Image.fromarray(np.rint(255.0 * (1.0 - image / 16.0)).astype(np.uint8)).save(file, "PNG")
+        files.append(file.getvalue())
+    labels = [_values(ask(file)[0], "label")[0, 0] for file in files]
+    expected = [_NAMES[digit].encode() for digit in digits.labels]
+    assert (
+        np.mean([label == right for label, right in zip(labels, expected, strict=True)])
+        >= REQUIRED_ACCURACY
+    )
+    first, bad, last = ask(files[-1], b"no image", files[-1])
+    assert _values(first, "label")[0, 0] == _values(last, "label")[0, 0] == labels[-1]
+    refused = Refused(400, ("preprocess() refuses the input: UnidentifiedImageError",))
+    instances.check_refusal(bad.error(), refused)
