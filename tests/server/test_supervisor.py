@@ -44,7 +44,8 @@ class FakeServer:
         survivors: processes of every model that outlive an unload.
         refusals: errors of loads.
         pending: loads and unloads that the test completes; None: they complete at once.
-        warned: the warnings of each load.
+        warned: the warnings of each model's load.
+        limits: the seconds of each load.
         idle_since: since when instances are idle; None: they are loaded or at work.
     """
 
@@ -69,7 +70,8 @@ class FakeServer:
         self.answers = True
         self.refuses_unloads = False
         self.idle_since: float | None = None
-        self.warned: list[str] = []
+        self.warned: dict[str, list[str]] = {}
+        self.limits: list[float] = []
         self.disregarded: set[int] = set()
         self._last_pid = 100
         self.supervisor = Supervisor(
@@ -102,6 +104,7 @@ class FakeServer:
     def load(self, model: str, seconds: float) -> FakeCall:
         if self.refusals.get(model) is _UNSUITABLE:
             raise _UNSUITABLE
+        self.limits.append(seconds)
 
         def work() -> str:
             self.calls.append(f"load {model}")
@@ -157,8 +160,8 @@ class FakeServer:
     def idle_seconds(self, model: str) -> float:
         return 0.0 if self.idle_since is None else self.now - self.idle_since
 
-    def warnings(self, _model: str) -> list[str]:
-        return self.warned
+    def warnings(self, model: str) -> list[str]:
+        return self.warned.get(model, [])
 
     def models_with_instances(self) -> set[str]:
         return set(self.pids)
@@ -435,6 +438,8 @@ def test_reloads_of_changed_files() -> None:
         assert server.supervisor.reload("b")
         server.after(1, f"CHANGED b, {event}", "load b", not_ready)
         server.refusals.clear()
+    # Triton has time to accept what it loads, but for a new version beside one that serves.
+    assert server.limits == [130, 100, 130, 130]
     server.die("a")
     server.step()
     assert not server.supervisor.reload("a")
@@ -442,13 +447,13 @@ def test_reloads_of_changed_files() -> None:
 
 def test_warnings_are_those_of_the_last_load() -> None:
     server = FakeServer("a")
-    server.warned = ["model 'a': NUM_TREADS is unknown.", "slow"]
+    server.warned["a"] = ["model 'a': NUM_TREADS is unknown.", "slow"]
     server.supervisor.load(["a"])
     server.step()
     assert server.supervisor.snapshot.warnings == {"a": ["NUM_TREADS is unknown", "slow"]}
     assert [event.text for event in server.events] == ["", "NUM_TREADS is unknown", "slow"]
     server.expect("READY a, WARNING a, WARNING a", "load a")
-    server.warned = []
+    server.warned.clear()
     assert server.supervisor.reload("a")
     server.after(1, "CHANGED a, READY a", "load a")
     assert server.supervisor.snapshot.warnings == {"a": []}
