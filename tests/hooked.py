@@ -52,26 +52,6 @@ class Hooks:
     def postprocess(self, result: Tensor) -> Tensor:
         return result + 1
 """
-LENGTHS = """\
-class Lengths(nn.Module):
-    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        return {"total": (ids * mask).sum(1), "length": mask.sum(1)}
-
-
-class Hooks:
-    def preprocess_batch(self, text: list[str], parameters) -> dict:
-        longest = max(map(len, text))
-        ids = torch.zeros(len(text), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, (letters, sent) in enumerate(zip(text, parameters, strict=True)):
-            ids[row, : len(letters)] = torch.tensor([ord(letter) for letter in letters])
-            mask[row, : len(letters)] = sent.get("weight", 1)
-        return {"ids": ids, "mask": mask}
-
-    def postprocess_batch(self, result: dict, parameters: list) -> dict:
-        names = [sent.get("name", "none") for sent in parameters]
-        return {**result, "name": names}
-"""
 ALONE = """\
 class Sums(nn.Module):
     def forward(self, x: Tensor, scale: float) -> Tensor:
@@ -128,15 +108,6 @@ _NO_TEXT = Call(
 _X = floats(2, 4)
 
 
-def _totals(*sent: str) -> dict[str, Any]:
-    totals = [[sum(map(ord, text))] for text in sent]
-    return {
-        "total": np.array(totals),
-        "length": np.array([[len(text)] for text in sent]),
-        "name": strings(*["none"] * len(sent)),
-    }
-
-
 def _alone(name: str, total: float, **more: Any) -> Call:
     sent = {"x": np.ones(3, dtype=np.float32), "name": strings(name)[0], **more}
     told = np.array([total, total], dtype=np.float32)
@@ -161,22 +132,6 @@ TABLE = (
         both(script(models.Negate()), model(HALVES), text("0.5", "factor.txt")),
         config({"x": [4]}, {"y": [4]}),
         (Call({"x": _X}, {"y": 1 - _X / 2}),),
-    ),
-    Scenario(
-        "hooks_of_batches",
-        model(LENGTHS),
-        config(
-            {"text": ["STRING", 1]},
-            {"total": ["INT64", 1], "length": ["INT64", 1], "name": ["STRING", 1]},
-        ),
-        (
-            Call({"text": strings("ab", "abcd")}, _totals("ab", "abcd")),
-            Call(
-                {"text": strings("ab")},
-                {**_totals("ab"), "name": strings("it"), "length": np.array([[2]])},
-                {"name": "it"},
-            ),
-        ),
     ),
     Scenario(
         "hooks_without_batches",

@@ -225,6 +225,11 @@ def test_hooks_get_the_parameters_of_their_rows() -> None:
     model = engine(doubled, hooks, batch_buckets=(4,))
     sent = [item([1.0], [2.0], parameters={"n": 3}), item([3.0], parameters={"n": 5})]
     assert values(model.run(sent)) == [[[27], [33]], [[85]]]
+    hooks = {
+        "preprocess_batch": lambda x, parameters: x + _n_of(parameters),
+        "postprocess_batch": lambda result, parameters: result + _n_of(parameters),
+    }
+    assert values(engine(doubled, hooks).run(sent)) == [[[11], [13]], [[21]]]
 
 
 def _n_of(rows: Any) -> Tensor:
