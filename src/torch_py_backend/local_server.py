@@ -92,8 +92,9 @@ class LocalServer:
         started: futures.Future[None] = futures.Future()
         self._ended.clear()
         # Not this thread, which may end: tritonserver ends with the one that starts it.
-        arguments = (server, names, started)
-        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(server, names, started), daemon=True
+        )
         self._thread.start()
         atexit.register(self.stop)
         try:
@@ -191,7 +192,7 @@ class LocalServer:
         response; a stream whose process dies does not end. To close the iterator cancels it.
         """
         sent = self._inputs(model, inputs, version)
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        answers = queue.SimpleQueue[Any]()
         has_ended = False
         # A client has one stream at a time.
         client = InferenceServerClient(self.grpc_address)

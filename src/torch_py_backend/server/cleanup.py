@@ -45,7 +45,7 @@ class ServerFolder:
             # Locked before it is written: `sweep` ignores an empty file.
             fcntl.flock(owner, fcntl.LOCK_EX)
             os.write(owner, os.fsencode(self.path))
-            # systemd-tmpfiles, which removes old files, leaves locked folders alone; NFS has none.
+            # systemd-tmpfiles, which removes old files, leaves locked folders alone; NFS locks none
             folder = os.open(self.path, os.O_RDONLY)
             stack.callback(os.close, folder)
             with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ def remove(prefix: str, folder: Path) -> None:
 def sweep() -> None:
     """Clean up after servers whose owners were killed."""
     for path in SHARED_MEMORY.glob(f"{NAME}*_{_OWNER}"):
-        # OSError: it is no file, or has an owner. This may run as root, and others write files.
+        # OSError: it is no file, or is locked. Root must not do what another user's file says.
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.getuid():
                 with path.open("r+b") as file:

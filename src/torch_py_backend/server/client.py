@@ -107,9 +107,9 @@ class TritonClient:
 
     def __post_init__(self) -> None:
         self._headers = {KEY_HEADER: self.key} if self.key else {}
-        self._channel = grpc.insecure_channel(self.grpc_address)
-        self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self.close = self._channel.close  # pending calls then fail
+        channel = grpc.insecure_channel(self.grpc_address)
+        self._service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        self.close = channel.close  # pending calls then fail
 
     def models(self, instances: Collection[str] = ()) -> dict[str, ModelState]:
         """Return the states of the models in the repository; OSError if the server has no answer.
