@@ -6,22 +6,20 @@ import asyncio
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import build
 import fake_triton
 import numpy as np
 import pytest
 import torch
 from engines import BAD, bad, check, engine, items
 from fake_triton import InferenceRequest, InferenceResponse, TritonError
-from instances import logged, request
 from torch import Tensor
 
 from torch_py_backend import composition
-from torch_py_backend.adapter import TritonPythonModel, calling
+from torch_py_backend.adapter import calling, messages
 from torch_py_backend.composition import Model, model, stand_in
+from torch_py_backend.engine import warmup
 from torch_py_backend.errors import CallError, ForwardError
 
 Answer = Callable[[InferenceRequest], InferenceResponse]
@@ -171,26 +169,15 @@ def test_forward_that_called_other_models_is_not_called_again_by_default(
     assert rows == calls
 
 
-_CALLS_ANOTHER = """\
-from torch import Tensor, nn
-from torch_py_backend.composition import model
-
-
-class Calls(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return model("other")(x=x)["x"]
-"""
-
-
-def test_a_served_model_passes_on_the_error_codes_of_others(
-    tmp_path: Path, process: None, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+def test_a_model_loads_without_others_and_passes_on_their_error_codes(
+    served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(composition, "send", composition._refuse)
-    build.write(tmp_path, "model.py", _CALLS_ANOTHER)
-    started = TritonPythonModel()
-    started.initialize(build.arguments() | {"model_repository": str(tmp_path)})
-    assert "the warm-up is skipped" in "".join(logged("warn"))
+    caller = engine(lambda x: model("other")(x=x)["x"])
+    with monkeypatch.context() as loading:
+        loading.setattr(composition, "send", composition._refuse)
+        warmup.run(caller, serving=True)
+    assert "the warm-up is skipped" in caplog.text
     served["other"] = failing("no such digit", TritonError.INVALID_ARG)
-    (response,) = started.execute([request(1)])
-    assert response.error().code() == TritonError.INVALID_ARG
-    assert response.error().message() == "model 'other': it answers: no such digit."
+    error = messages.write(caller.run(items([1.0]))[0], "caller").error()
+    assert error.code() == TritonError.INVALID_ARG
+    assert error.message() == "model 'other': it answers: no such digit."

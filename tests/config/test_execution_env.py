@@ -12,6 +12,7 @@ import pytest
 
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.config import execution_env
+from torch_py_backend.errors import PlatformError
 
 _HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -23,7 +24,7 @@ def _folder(path: Path, python: str) -> Path:
 
 
 def test_another_python_is_refused_in_completion_and_load(
-    process: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = _folder(tmp_path / "env", "3.99")
     monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
@@ -32,8 +33,8 @@ def test_another_python_is_refused_in_completion_and_load(
     model = TritonPythonModel()
     with pytest.raises(fake_triton.TritonModelException, match=message):
         fake_triton.completed(model, arguments)
-    with pytest.raises(fake_triton.TritonModelException, match=message):
-        model.initialize(arguments)
+    with pytest.raises(PlatformError, match=message):
+        model._start(arguments)
 
 
 @pytest.mark.parametrize(("is_named", "python"), [(False, "3.99"), (True, _HERE), (True, None)])
