@@ -190,6 +190,7 @@ def test_triton_that_refuses_values(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patched.setattr(fake_triton.Metric, "set", refuse)
         model._engine.counts.count_requests("OK")  # only values that change are published
         until(lambda: not model._publisher._table)
+        refuse.assert_called_once()
         (line,) = logged("warn")
         assert "no more metrics are published: TritonModelException: gone." in line
         (response,) = model.execute([request(1)])
@@ -213,15 +214,3 @@ def test_published_series_are_those_of_the_table(
         row = rows[name]
         assert (MetricFamily.kinds[name] == MetricFamily.GAUGE) == (not row.grows)
         assert all(metric.labels.keys() == set(row.labels) for metric in series)
-
-
-def test_a_server_without_metrics_is_asked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse = mock.Mock(side_effect=TritonModelException("metrics not supported"))
-    monkeypatch.setattr(MetricFamily, "__init__", refuse)
-    model = load(tmp_path, judge())
-    (response,) = model.execute([request(1)])
-    model.finalize()
-    assert response.error() is None
-    refuse.assert_called_once()

@@ -1,7 +1,6 @@
-"""The runtime: switches of the process, the device, copies, and the context of calls."""
+"""The runtime: the device, memory and copies; the switches: rows `settings_` of scenarios."""
 
 import ctypes
-import dataclasses
 import os
 import resource
 from typing import Any
@@ -9,7 +8,6 @@ from unittest import mock
 
 import build
 import children
-import engines
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,32 +22,6 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-
-
-def state() -> dict[str, bool]:
-    """Return the values of the switches; switches without a getter are set, read and restored."""
-    executor = torch._C._jit_set_profiling_executor(True)
-    torch._C._jit_set_profiling_executor(executor)
-    profiling = torch._C._jit_set_profiling_mode(True)
-    torch._C._jit_set_profiling_mode(profiling)
-    return {
-        "enable_jit_executor": executor,
-        "enable_jit_profiling": profiling,
-        "enable_tensor_fuser": torch._C._jit_texpr_fuser_enabled(),
-        "disable_optimized_execution": not torch._C._get_graph_executor_optimize(),
-        "disable_cudnn": not torch.backends.cudnn.enabled,
-    }
-
-
-@pytest.mark.parametrize("option", [None, *state()])
-@pytest.mark.usefixtures("process")
-def test_only_the_switch_of_the_config_changes(option: str | None) -> None:
-    torch._C._set_graph_executor_optimize(True)
-    before = state()
-    changed: dict[str, Any] = {option: not before[option]} if option else {}
-    threads = Threads(1, torch.get_num_interop_threads())
-    runtime.set_switches(dataclasses.replace(Options(), **changed), threads)
-    assert state() == before | changed
 
 
 @pytest.mark.parametrize(("value", "expected"), [("high", "high"), (None, "medium")])
@@ -173,17 +145,3 @@ def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> No
         columns = engine.to_device([on_host, torch.empty(2, 3, device="cuda:0")])
     assert columns[0] is on_host
     assert torch.as_tensor(columns[1]).device == CPU
-
-
-@pytest.mark.parametrize("inference_mode", [True, False])
-def test_no_gradients_are_recorded(inference_mode: bool) -> None:
-    modes = []
-
-    def forward(x: Tensor) -> Tensor:
-        modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
-        return x
-
-    model = engines.engine(forward, inference_mode=inference_mode)
-    with runtime.mode(model.config.options):
-        model.run(engines.items([1.0]))
-    assert modes == [(inference_mode, False)]

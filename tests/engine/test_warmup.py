@@ -16,37 +16,24 @@ from torch_py_backend.engine import runtime, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, ConfigError, LoadError
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature.arguments import Argument, ArgumentType, Signature
+from torch_py_backend.signature.arguments import Argument, Signature
 from torch_py_backend.values import Item
 
 pytestmark = pytest.mark.usefixtures("dynamo")
 
 
 def engine(
-    config: ModelConfig,
-    forward: Callable[..., Any],
-    *,
-    torchscript: bool = False,
-    **takes: ArgumentType,
+    config: ModelConfig, forward: Callable[..., Any], *, torchscript: bool = False
 ) -> Engine:
-    """Return an engine; forward() takes the config's inputs, tensors by default."""
-    arguments = [
-        Argument(spec.name, not spec.optional, type=takes.get(spec.name, ArgumentType.TENSOR))
-        for spec in config.inputs
-    ]
-    loaded = Loaded(build.artifact(), forward, Signature(tuple(arguments), torchscript=torchscript))
+    """Return an engine; forward() takes the config's inputs."""
+    arguments = tuple(Argument(spec.name, not spec.optional) for spec in config.inputs)
+    loaded = Loaded(build.artifact(), forward, Signature(arguments, torchscript=torchscript))
     return Engine(config, loaded, torch.device("cpu"))
 
 
 def batches(config: ModelConfig) -> list[Item]:
     model = engine(config, lambda x: x)
     return list(warmup.batches(model, warmup.find_example(model)))
-
-
-def test_a_scalar_input_has_the_same_made_up_value_in_all_rows() -> None:
-    config = build.config(inputs=(build.spec("x"), build.spec("scale", dims=(1,))))
-    model = engine(config, lambda x, scale: x * scale, scale=ArgumentType.FLOAT)
-    warmup.run(model)
 
 
 @pytest.mark.parametrize(

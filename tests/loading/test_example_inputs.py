@@ -21,7 +21,6 @@ def shapes(item: Item) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("rows", "shrunk", "multiple", "expected"),
     [
-        (None, False, 1, {"x": (3, 8), "n": ()}),
         (None, True, 1, {"x": (3, 6), "n": ()}),
         (5, True, 1, {"x": (5, 3, 6), "n": (5,)}),
         (0, False, 1, {"x": (0, 3, 8), "n": (0,)}),

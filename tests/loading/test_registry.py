@@ -134,16 +134,6 @@ def test_what_an_artifact_type_does_not_support_is_refused(
         registry.without_unused(build.config(**options), kind)
 
 
-def test_unused_options_are_logged_and_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    compiled = build.config(
-        method="f", optimize=("freeze",), model_class="Net", torch_compile_optional_parameters={}
-    )
-    used = registry.without_unused(compiled, ArtifactType.TORCHSCRIPT)
-    assert used == build.config(method="f", optimize=("freeze",))
-    assert "the parameter MODEL_CLASS has no effect on TorchScript" in caplog.text
-    assert "MODEL_KWARGS" not in caplog.text
-
-
 def test_decoupled_model_has_steps_unless_method_is_set(tmp_path: Path) -> None:
     more = "    def begin(self, y): ...\n    def step(self, states): ...\n"
     build.write(tmp_path, "model.py", models.source(models.Negate) + more)
