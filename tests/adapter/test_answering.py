@@ -108,7 +108,6 @@ _INVALID, _AGAIN = TritonError.INVALID_ARG, TritonError.UNAVAILABLE
     ("error", "code", "says"),
     [
         (ValueError("4 bytes, in /usr/lib/utils.py"), _INVALID, "in utils.py"),
-        (MemoryError(), _AGAIN, "memory"),
         (torch.OutOfMemoryError("CUDA out of memory."), _AGAIN, "memory"),
         (_LOST, _AGAIN, "fatal error"),
     ],

@@ -23,15 +23,6 @@ from torch_py_backend.errors import ConfigError
 Join: TypeAlias = "Callable[[nn.Module | None], SharedWeights]"
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> nn.Module:
-    affine = scenarios.affine()
-    (tmp_path / "1").mkdir()
-    scenarios.python(models.Affine)(tmp_path / "1")
-    scenarios.safe(affine.state_dict())(tmp_path / "1")
-    return affine
-
-
 def _begin(folder: Path, names: str) -> list[Sharer]:
     """Start instances together; return the owner of the weights first."""
     instances = [Sharer(folder, name) for name in names]
@@ -40,12 +31,16 @@ def _begin(folder: Path, names: str) -> list[Sharer]:
     return [instances.pop(roles.index("owns")), *instances]
 
 
-def test_instances_have_one_copy(model: nn.Module, tmp_path: Path) -> None:
+def test_instances_have_one_copy(tmp_path: Path) -> None:
     """What the owner writes into the weights, the others read; without it they refuse requests.
 
     Triton loads a model again before it unloads it: that load has an owner of its own, while the
     instances of the first serve. An instance whose owner was killed before it came is one, too.
     """
+    model = scenarios.affine()
+    (tmp_path / "1").mkdir()
+    for write in (scenarios.python(models.Affine), scenarios.safe(model.state_dict())):
+        write(tmp_path / "1")
     expected = model(torch.ones(1, 4))
     first, (owner, sharer) = _begin(tmp_path, "ab"), _begin(tmp_path, "ab")
     assert owner.ask() == sharer.ask() == expected.tolist()

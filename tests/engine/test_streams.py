@@ -81,10 +81,8 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
             return super().send(outcome, last)
 
     x = torch.ones(1, 2)
-    recorder = Keeps()
-    run(model, ({"x": fake_gpu.put(x) if on_gpu else x}, recorder))
-    assert recorder.values == [[[2.0, 2.0]]]
-    assert [value.is_cuda for value in sent] == [on_gpu]
+    run(model, ({"x": fake_gpu.put(x) if on_gpu else x}, Keeps()))
+    assert [(value.tolist(), value.is_cuda) for value in sent] == [([[2.0, 2.0]], on_gpu)]
 
 
 @pytest.mark.parametrize(
@@ -104,14 +102,10 @@ def test_a_generator_that_fails_when_it_is_closed_hides_no_earlier_error(
 
 
 def test_each_call_of_the_model_has_a_time_limit_of_its_own() -> None:
-    def forward(x: Tensor) -> Iterator[Tensor]:
-        for _ in range(2):
-            yield x
-
-    model, calls = engine(forward), []
-    model.failures.on_call = lambda: calls.append(1)
+    model, called = engine(lambda x: iter([x, x])), mock.Mock()
+    model.failures.on_call = called
     run(model, (item(1), Recorder()))
-    assert len(calls) == 1 + 2 + 1  # forward(), two responses, the end
+    assert called.call_count == 1 + 2 + 1  # forward(), two responses, the end
 
 
 def test_a_context_open_at_a_yield() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import build
 import pytest
-from torch import nn
 
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import python_source
@@ -128,26 +127,23 @@ PACKAGE = """
 import os
 from torch import nn
 
-class Net(nn.Module):
-    def __init__(self, size=1):
-        super().__init__()
-        self.linear = nn.Linear(size, 1)
+def net(size=1):
+    return nn.Linear(size, 1)
 
 class Namespace:
     @staticmethod
     def make(offset):
         return lambda x: x + offset
 
-class Pretrained(nn.Module):
+class Pretrained:
     def __init__(self, **keywords):
-        super().__init__()
         self.arguments = ("built", keywords)
 
     @classmethod
     def from_pretrained(cls, folder, **keywords):
-        module = cls()
-        module.arguments = (folder, keywords, os.environ.get("HF_HUB_OFFLINE"))
-        return module
+        made = cls()
+        made.arguments = (folder, keywords, os.environ.get("HF_HUB_OFFLINE"))
+        return made
 
 def broken():
     raise ValueError("see /srv/secret/place/readme.txt")
@@ -182,12 +178,11 @@ def test_model_factory_names_a_class_of_a_package_or_of_the_version_folder(
     folder = tmp_path / "digits"
     build.write(folder, "model.py", PACKAGE)
     size, offset = {"model_kwargs": {"size": 5}}, {"model_kwargs": {"offset": 5}}
-    module, has_weights = built(folder, f"{package}.models:Net", **size)
-    assert isinstance(module, nn.Module)
-    assert module.get_parameter("linear.weight").shape == (1, 5)
+    module, has_weights = built(folder, f"{package}.models:net", **size)
+    assert module.in_features == 5
     assert not has_weights
     assert built(folder, f"{package}.models:Namespace.make", **offset)[0](1) == 6
-    assert built(folder, "model:Net")[0].linear.in_features == 1
+    assert built(folder, "model:net")[0].in_features == 1
 
 
 @pytest.mark.parametrize(
@@ -215,15 +210,15 @@ def test_from_pretrained_gets_the_folder_with_config_json_and_no_network(
     ("name", "message"),
     [
         (".models:Missing", "models:Missing() in config.pbtxt fails at AttributeError: "),
-        (".failing:Net", "fails at ZeroDivisionError: division by zero"),
+        (".failing:net", "fails at ZeroDivisionError: division by zero"),
         (".models:broken", "fails at ValueError: see readme.txt"),
-        (".models:Net", "Give its arguments as JSON in the parameter MODEL_KWARGS"),
+        (".models:net", "Give its arguments as JSON in the parameter MODEL_KWARGS"),
     ],
 )
 def test_factory_that_fails_is_named_without_folders_of_the_server(
     name: str, message: str, package: str, tmp_path: Path
 ) -> None:
-    options = {"model_kwargs": {"width": 3}} if name == ".models:Net" else {}
+    options = {"model_kwargs": {"width": 3}} if name == ".models:net" else {}
     with pytest.raises(ArtifactError) as raised:
         built(tmp_path / "digits", f"{package}{name}", **options)
     assert message in str(raised.value)

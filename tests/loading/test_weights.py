@@ -57,8 +57,7 @@ class Unusual(Net):
 
 def _quantized() -> nn.Module:
     net = nn.Sequential(nn.Linear(4, 3))
-    module: nn.Module = torch.ao.quantization.quantize_dynamic(net, {nn.Linear})
-    return module
+    return torch.ao.quantization.quantize_dynamic(net, {nn.Linear})  # type: ignore[no-any-return]
 
 
 class Copying(Net):
@@ -124,11 +123,10 @@ def test_file_of_any_format_and_dtype_fills_a_module_in_its_own(
     ],
 )
 def test_tied_weights_stay_tied(names: list[str], name: str, tmp_path: Path) -> None:
-    matrix = torch.arange(8.0).reshape(4, 2)
-    module = filled(tmp_path, Tied(), dict.fromkeys(names, matrix), name)
-    assert isinstance(module, Tied)
-    assert module.head.weight is module.embedding.weight
-    assert torch.equal(module.embedding.weight, matrix)
+    matrix, tied = torch.arange(8.0).reshape(4, 2), Tied()
+    filled(tmp_path, tied, dict.fromkeys(names, matrix), name)
+    assert tied.head.weight is tied.embedding.weight
+    assert torch.equal(tied.embedding.weight, matrix)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns about its own quantized modules
@@ -261,7 +259,7 @@ def test_weights_that_a_file_will_fill_are_not_drawn(code: str) -> None:
     saved = Constructed(code).state_dict()
     before = torch.random.get_rng_state()
     weights.build_uninitialized(construct, lambda: saved)
-    assert construct.call_count == 1
+    construct.assert_called_once()
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
