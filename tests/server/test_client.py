@@ -81,7 +81,7 @@ _WITHDRAWN = _version("1", "UNAVAILABLE", "unloaded")
 @pytest.mark.parametrize(
     ("versions", "state"),
     [
-        ([_WITHDRAWN, _version("2", "READY")], ModelState(ready=True, unloaded=True)),
+        ([_WITHDRAWN, _version("2", "READY")], ModelState(ready=True)),
         ([_WITHDRAWN, _version("2", "UNLOADING")], ModelState(unloaded=True)),
         (
             [_WITHDRAWN, _version("2", "UNAVAILABLE", "Internal: because.")],

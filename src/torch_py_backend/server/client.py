@@ -5,6 +5,7 @@ Loads use gRPC: over HTTP, other connections would wait for them. A call is a fu
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import http.client
 import json
@@ -49,7 +50,7 @@ class ModelState(NamedTuple):
 
     Attributes:
         ready: whether at least one version serves.
-        unloaded: whether one was unloaded or is being unloaded.
+        unloaded: whether none serves, and one was unloaded or is being unloaded.
         reason: why a version does not serve that was not unloaded; it may have failed before.
     """
 
@@ -60,15 +61,19 @@ class ModelState(NamedTuple):
 
 def states(index: Iterable[Mapping[str, str]]) -> dict[str, ModelState]:
     """Return the state of each model by name from Triton's repository index of all versions."""
-    found: dict[str, ModelState] = {}
+    grouped = collections.defaultdict[str, list[Mapping[str, str]]](list)
     for entry in index:
-        name, state, reason = entry["name"], entry.get("state"), entry.get("reason", "")
-        before = found.get(name, ModelState())
-        is_failure = reason not in ("", _UNLOADED)
+        grouped[entry["name"]].append(entry)
+    found = {}
+    for name, entries in grouped.items():
+        in_state = [entry.get("state") for entry in entries]
+        reasons = [entry.get("reason", "") for entry in entries]
+        failures = [reason for reason in reasons if reason not in ("", _UNLOADED)]
+        is_ready = "READY" in in_state
         found[name] = ModelState(
-            ready=before.ready or state == "READY",
-            unloaded=before.unloaded or state == "UNLOADING" or reason == _UNLOADED,
-            reason=before.reason or (cause(name, reason) if is_failure else ""),
+            ready=is_ready,
+            unloaded=not is_ready and ("UNLOADING" in in_state or _UNLOADED in reasons),
+            reason=cause(name, failures[0]) if failures else "",
         )
     return found
 
