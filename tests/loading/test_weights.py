@@ -365,8 +365,9 @@ def test_weight_of_another_dtype_or_layout_or_with_a_view_is_copied(
         assert torch.equal(other[:4], values)
 
 
-def test_two_weights_of_one_record_stay_two_and_computed_values_are_copied(path: Path) -> None:
-    state = mapped({"a": torch.zeros(4), "b": torch.zeros(4)}, path)
+def test_two_weights_of_one_record_stay_two_and_computed_values_are_copied(tmp_path: Path) -> None:
+    zeros = torch.zeros(4)
+    state = mapped({"a": zeros, "b": zeros}, tmp_path / "weights.pt")
     first, second, third, computed = torch.ones(4), torch.ones(4), torch.ones(4), state["a"] + 2
     with AliasOnCopy(state.values()):
         first.copy_(state["a"])
