@@ -107,7 +107,7 @@ class TritonInstallation:
         self.executable = executable.absolute()  # it is started in another folder
         root = self.executable.resolve().parent.parent
         libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
-        self.libraries = (root.parents[1] / "nvidia_pytriton.libs", root / "lib", libpython)
+        self.libraries = (root.parent.parent / "nvidia_pytriton.libs", root / "lib", libpython)
         self.python_backend = root / "backends" / "python"
         # The wheel has a stub for each Python, NVIDIA's containers have one in the backend.
         self.stub = root / "python_backend_stubs" / _PYTHON / _STUB
