@@ -15,7 +15,7 @@ GPU_RUN = PYTHONPATH=$(CURDIR):$(CURDIR)/src:$(CURDIR)/tests:$(CURDIR)/examples 
 # Where it is set, each of the thousands of processes that tests start would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-deploy aoti gpu gpu-site docs fuzz soak release budget lint types clean
+.PHONY: demo serve test test-page test-deploy aoti gpu gpu-site docs fuzz soak release budget lint types clean
 
 define INSTALL
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -52,6 +52,10 @@ serve: $(VENV)/demo
 # The package: unit tests, and real servers. tests/conftest.py distributes files over the processes.
 test: lint types
 	$(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder --ignore tests/deploy
+
+# The page in a real browser, Debian's chromium.
+test-page: $(VENV)/installed
+	$(BIN)/pytest -n0 tests/page
 
 # What surrounds the package: documentation, images, manifests, monitoring and the release.
 test-deploy: $(VENV)/installed

@@ -80,7 +80,11 @@ class InputError(ModelError):
 class ForwardError(ModelError):
     """The model's own code, or a hook, raised in the function `called`."""
 
-    def __init__(self, error: BaseException, called: str = "forward") -> None:
+    def __init__(
+        self,
+        error: BaseException,
+        called: str = "forward",
+    ) -> None:
         super().__init__(f"{called}() raised {summarize(error)}")
 
 

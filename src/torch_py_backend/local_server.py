@@ -165,7 +165,13 @@ class LocalServer:
         self._check_started()
         return InferenceServerClient(self.grpc_address)
 
-    def infer(self, model: str, inputs: Any, *, version: str = "") -> Outputs:
+    def infer(
+        self,
+        model: str,
+        inputs: Any,
+        *,
+        version: str = "",
+    ) -> Outputs:
         """Send one request, and return the outputs by name; strings are arrays of bytes.
 
         Args:

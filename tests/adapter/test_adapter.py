@@ -84,13 +84,16 @@ def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert path.stem == str(os.getpid())
     reader = instance_status.Reader(path)
     assert reader.identity.model == "function"
-    assert reader.report() == {
+    report = reader.report()
+    assert [len(entry.pop("data")) for entry in report["request"]] == [4]
+    assert report == {
         "artifact": "model.py: Python source and weights",
         "device": "cpu",
         "threads": [1, torch.get_num_interop_threads()],
         "weights": "0.0 MB of 0.0 MB shared by the instances",
         "options": {"NUM_THREADS": 1},
         "warnings": ["the parameter NUM_THREAD is unknown and ignored. Did you mean NUM_THREADS?"],
+        "request": [{"name": "x", "datatype": "FP32", "shape": [1, 4]}],
     }
     model.finalize()
     assert list(status.iterdir()) == []

@@ -33,7 +33,7 @@ def engine(
 
 def batches(config: ModelConfig) -> list[Item]:
     model = engine(config, lambda x: x)
-    return list(warmup.batches(model, warmup.find_example(model)))
+    return list(warmup.batches(model))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_compiled_model_is_called_with_rows_that_may_need_a_graph(
         max_batch_size=rows, batch_buckets=buckets, torch_compile_optional_parameters=parameters
     )
     model = engine(config, forward)
-    assert [len(item["x"]) for item in warmup.batches(model, {})] == called
+    assert [len(item["x"]) for item in warmup.batches(model)] == called
     with runtime.mode(config.options):
         warmup.run(model)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -71,7 +71,9 @@ class TritonPythonModel:
             if isinstance(error, BackendError):
                 raise pb_utils.TritonModelException(named(args["model_name"], error)) from error
             raise
-        self._status.report({**self._loaded, "warnings": handler.warnings})
+        self._status.report(
+            {**self._loaded, "warnings": handler.warnings, "request": self._request}
+        )
         handler.warnings = None
         self._status.idle()
 
@@ -132,6 +134,7 @@ class TritonPythonModel:
         self._modes.enter_context(runtime.mode(settings.options))
         # Not as the last step: a log message in transit while the load ends can hang Triton.
         self._loaded = load.report(engine)
+        self._request = warmup.request(engine) if settings.options.warmup is not False else []
         log.info("instance %s serves %s.", settings.instance, json.dumps(self._loaded))
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = metrics.Publisher(engine, self._status)

@@ -63,7 +63,11 @@ class Answering:
             self._last_seconds = time.perf_counter() - began
         return responses
 
-    def _respond(self, requests: Requests, results: Results) -> list[Response]:
+    def _respond(
+        self,
+        requests: Requests,
+        results: Results,
+    ) -> list[Response]:
         """Return a response for each result; count them, and log failures."""
         responses: list[Response] = []
         failed: list[tuple[BackendError, str]] = []

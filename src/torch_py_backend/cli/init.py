@@ -17,6 +17,9 @@ from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ToolError, about
 from torch_py_backend.model_folders import artifact_files, creation
 
+# In requests that Triton takes in binary form only.
+_BINARY = ('"datatype": "FP16"', '"datatype": "BF16"', '{"base64": ')
+
 
 def init(
     model_file: Annotated[
@@ -89,8 +92,9 @@ def init(
     print_report("OK", f"{name} 1", report)
     url = f"http://127.0.0.1:8000/v2/models/{urllib.parse.quote(name)}/infer"
     typer.echo(f"next: {shlex.join(['torch-py-backend', 'serve', str(parent)])}")
-    if inputs_of_request := report["request"]:
-        request = json.dumps({"inputs": inputs_of_request})
+    inputs_of_request = report["request"]
+    request = json.dumps({"inputs": inputs_of_request})
+    if inputs_of_request and not any(word in request for word in _BINARY):
         typer.echo(f"then, with values: {shlex.join(['curl', url, '-d', request])}")
 
 

@@ -86,6 +86,10 @@ def serve(
             " is READY. For development.",
         ),
     ] = False,
+    page: Annotated[
+        bool,
+        typer.Option(" /--no-page", help="Serve no page at the health port, only the probes."),
+    ] = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print Triton's log instead of writing it to a file.")
     ] = False,
@@ -121,6 +125,8 @@ def serve(
     if not verbose:
         server.log = tritonservers.create_log()
         _say(f"log     {server.log} is Triton's log; --verbose prints it here")
+    if page:
+        _say(f"page    http://{server.health_address} shows the models, and tries them")
     ended = threading.Event()
     # The first signal ends the command; further ones let it clean up.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -147,6 +153,7 @@ def serve(
         load_seconds=load_timeout,
         drain=drain,
         reload=reload,
+        page=page,
     )
     _say("stopped")
 

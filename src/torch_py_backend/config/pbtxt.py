@@ -100,7 +100,11 @@ def _unreadable(error: Exception) -> ConfigError:
     return ConfigError(f"config.pbtxt cannot be read: {error}", cure="Correct that line.")
 
 
-def arguments(folder: Path, version: str, document: Document) -> dict[str, str]:
+def arguments(
+    folder: Path,
+    version: str,
+    document: Document,
+) -> dict[str, str]:
     """Return the arguments that Triton passes to `initialize` of the model's first instance."""
     (group, *_) = document.get("instance_group") or [{}]
     kind = group.get("kind", "KIND_AUTO").removeprefix("KIND_")

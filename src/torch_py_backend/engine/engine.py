@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +18,7 @@ from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import compilation, sharing
 from torch_py_backend.errors import BackendError
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, ragged, run, sequences
@@ -36,7 +39,9 @@ from torch_py_backend.pipeline.run import (
 )
 from torch_py_backend.pipeline.sequences import Sequences
 from torch_py_backend.signature.binding import InputBinding
-from torch_py_backend.values import Columns, Value
+from torch_py_backend.values import Columns, Item, Value
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -121,6 +126,20 @@ class Engine:
         chosen = self._stages(None if returns else writer, steps)
         run_batch = run.build(chosen, self.failures, self.counts)
         return partial(_run_and_return, run_batch) if returns else run_batch
+
+    @functools.cached_property
+    def example(self) -> Item:
+        """The example values beside the model that fit its config."""
+        example = dict(example_inputs.find(self.config, self.loaded.artifact) or {})
+        for spec in self.config.inputs:
+            value = example.get(spec.name)
+            if value is not None and not example_inputs.fits(self.config, spec, value):
+                given = f"{value.dtype} {list(value.shape)}"
+                log.warning(
+                    "the example of input '%s' is %s, not %s; it is unused.", spec.name, given, spec
+                )
+                del example[spec.name]
+        return example
 
     @property
     def on_cpu(self) -> bool:

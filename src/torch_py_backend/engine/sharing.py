@@ -121,7 +121,11 @@ class SharedWeights:
             with contextlib.suppress(FileNotFoundError):  # the owner of a later load removed it
                 self._listener.close()
 
-    def _serve(self, listener: Listener, offered: Mapping[str, Tensor]) -> None:
+    def _serve(
+        self,
+        listener: Listener,
+        offered: Mapping[str, Tensor],
+    ) -> None:
         """Send the weights to each other instance of this load, as long as this process lives."""
         served = {self._instance}  # the next ones of these names belong to a later load
         with contextlib.suppress(OSError):  # the offer is withdrawn

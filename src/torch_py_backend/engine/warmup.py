@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.engine import model_state, runtime, sharing, streams
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
@@ -33,6 +36,8 @@ log = logging.getLogger(__name__)
 # TorchScript's profiling executor optimizes at the third call of a shape, and CUDA graphs are
 # recorded at the second.
 _REPEATS = 3
+# The most values of an input in `request`.
+_MOST_VALUES = 64
 # Errors that made-up values of the inputs may cause.
 _OF_VALUES = ForwardError | InputError
 
@@ -50,13 +55,12 @@ def run(
     config = engine.config
     call = streams.trial(engine) if config.decoupled else engine.run
     log.info("the warm-up begins%s.", "; compilation may take minutes" if engine.compiles else "")
-    example = find_example(engine)
     # Of shared weights, the warm-up must show that the model does not write to them.
-    made_up = not example and config.options.warmup is None and not sharing.requested(config)
+    made_up = not engine.example and config.options.warmup is None and not sharing.requested(config)
     first: LoadError | None = None
     state = model_state.ModelState(engine.loaded.owner)
     with engine.preparing():
-        for sample in batches(engine, example, row_counts):
+        for sample in batches(engine, row_counts):
             error = _run_sample(engine, call, sample)
             if error is None:
                 continue
@@ -72,7 +76,7 @@ def run(
             first = first or failure
         if not row_counts:
             counts = [count for count in _row_counts(engine) if count and count > 1]
-            check_rows(config, call, example, min(counts, default=0))
+            check_rows(config, call, engine.example, min(counts, default=0))
         changed = state.changed()
         if changed and sharing.requested(config):
             raise sharing.not_shared_error(f"forward() changes {join_names(changed)} of the model")
@@ -123,22 +127,62 @@ def _failure(sample: Item, error: BackendError) -> LoadError:
 
 def batches(
     engine: Engine,
-    example: Item,
     row_counts: Sequence[int | None] = (),
 ) -> Iterator[Item]:
     """Yield an item for each kind of batch whose first call may be slow; see `run`."""
     config = engine.config
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
-    varies = not (example and engine.hooks) and any(
+    varies = not (engine.example and engine.hooks) and any(
         -1 in spec.dims for spec in config.inputs if spec.origin is not Origin.STATE
     )
     for rows in (config.max_batch_size and row_counts) or _row_counts(engine):
         for shrunk, without in itertools.product(range(1 + varies), engine.inputs.patterns):
             item = example_inputs.item(
-                config, rows, shrunk=bool(shrunk), without=without, example=example
+                config, rows, shrunk=bool(shrunk), without=without, example=engine.example
             )
             if item or rows is None:  # an item without inputs has no row count
                 yield item
+
+
+def sample(engine: Engine, rows: int) -> Item:
+    """Return a batch of this many rows: of the model's example, else made up."""
+    return next(batches(engine, [rows]), {})
+
+
+def request(engine: Engine) -> list[JsonObject]:
+    """Return the inputs of a request of one row, in the JSON of Triton's HTTP endpoint.
+
+    The data of a large input is a note on how many values it has.
+    """
+    values, inputs = sample(engine, 1), []
+    for spec in engine.config.inputs:
+        if spec.origin is not Origin.CLIENT:
+            continue
+        value = values[spec.name]
+        # Triton removes the dimension that one value for each row has.
+        shape = [*value.shape, *[1] * spec.reshaped]
+        data = [*map(_plain, value.reshape(-1)[: _MOST_VALUES + 1].tolist())]
+        if len(data) > _MOST_VALUES:
+            data = [f"{math.prod(value.shape)} values"]
+        inputs.append(
+            {"name": spec.name, "datatype": spec.dtype.triton, "shape": shape, "data": data}
+        )
+    return inputs
+
+
+def _plain(element: object) -> object:
+    """Return an element of a tensor as JSON has it; numbers are rounded.
+
+    Bytes that are no text, such as an image, are {"base64": …}; the endpoint takes no such JSON.
+    """
+    if isinstance(element, bytes):
+        try:
+            return element.decode()
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(element).decode()}
+    if isinstance(element, float):
+        return round(element, 4) if math.isfinite(element) else 0.0
+    return element
 
 
 def outputs(engine: Engine, item: Item) -> list[dict[str, Value]]:
@@ -150,21 +194,6 @@ def outputs(engine: Engine, item: Item) -> list[dict[str, Value]]:
                 raise outcome
             results.append(outcome)
     return results
-
-
-def find_example(engine: Engine) -> Item:
-    """Return the example values that fit the config."""
-    config = engine.config
-    example = dict(example_inputs.find(config, engine.loaded.artifact) or {})
-    for spec in config.inputs:
-        value = example.get(spec.name)
-        if value is not None and not example_inputs.fits(config, spec, value):
-            given = f"{value.dtype} {list(value.shape)}"
-            log.warning(
-                "the example of input '%s' is %s, not %s; it is unused.", spec.name, given, spec
-            )
-            del example[spec.name]
-    return example
 
 
 def _row_counts(engine: Engine) -> Sequence[int | None]:

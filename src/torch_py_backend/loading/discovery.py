@@ -157,7 +157,12 @@ def weights_beside(stem: Path) -> Path | None:
     return present[0] if present else None
 
 
-def inside(config: ModelConfig, option: str, folder: Path, name: str) -> Path:
+def inside(
+    config: ModelConfig,
+    option: str,
+    folder: Path,
+    name: str,
+) -> Path:
     """Return the file that an option names; ConfigError if it is outside the model's folder."""
     path = folder / name
     if not is_inside(path, config.folder, config.version_folder):

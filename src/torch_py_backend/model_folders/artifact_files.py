@@ -154,7 +154,11 @@ def pad(config: Document, document: JsonObject) -> None:
         entry["allow_ragged_batch"] = True
 
 
-def write_labels(config: Document, document: JsonObject, folder: Path) -> None:
+def write_labels(
+    config: Document,
+    document: JsonObject,
+    folder: Path,
+) -> None:
     """Write the labels of a classifier into its model folder, as Triton's `label_filename`."""
     labels = config.get("id2label") or {}
     for entry in document["output"]:

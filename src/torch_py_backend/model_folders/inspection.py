@@ -27,8 +27,6 @@ from torch_py_backend.model_folders.artifact_files import EXAMPLE
 from torch_py_backend.pipeline.differences import disagreement
 from torch_py_backend.values import Item
 
-_MOST_VALUES = 64  # of an input that are printed
-
 
 def inspect(
     arguments: Mapping[str, str],
@@ -74,8 +72,7 @@ def inspect(
         "max_batch_size": settings.max_batch_size,
         "compiled": compiled,
         "warnings": [record.getMessage() for record in warnings.buffer],
-        # After the warnings: it looks at the example again.
-        "request": _request(engine) if new else [],
+        "request": warmup.request(engine) if new else [],
         "config": document,
     }
 
@@ -122,40 +119,10 @@ def _class_of_weights(arguments: Mapping[str, str]) -> str:
     return fitting[0] if len(fitting) == 1 else ""
 
 
-def _request(engine: Engine) -> list[JsonObject]:
-    """Return the inputs of a request of one row in JSON; empty if that has no such type.
-
-    The data of a large input is a note on how many values it has.
-    """
-    values, inputs = batch(engine, 1), []
-    for spec in engine.config.inputs:
-        datatype = spec.dtype.triton
-        if datatype in ("FP16", "BF16"):
-            return []
-        # Triton removes the dimension that one value for each row has.
-        shape = [*values[spec.name].shape, *[1] * spec.reshaped]
-        data = values[spec.name].reshape(-1).tolist()
-        if len(data) > _MOST_VALUES:
-            data = [f"{len(data)} values"]
-        elif datatype == "BYTES":
-            data = [element.decode(errors="replace") for element in data]
-        elif datatype.startswith("FP"):
-            data = [round(element, 4) for element in data]
-        inputs.append(
-            {
-                "name": spec.name,
-                "datatype": datatype,
-                "shape": shape,
-                "data": data,
-            }
-        )
-    return inputs
-
-
 def _compare(engine: Engine, reference: str) -> None:
     """Raise OutputError if the outputs for the example differ from those in a file."""
     expected: Item = torch.load(reference, "cpu", weights_only=False)
-    (outputs,) = warmup.outputs(engine, batch(engine, len(next(iter(expected.values())))))
+    (outputs,) = warmup.outputs(engine, warmup.sample(engine, len(next(iter(expected.values())))))
     # OPTIMIZE is such as bf16.
     problem = disagreement(outputs, expected, reduced=bool(engine.config.options.optimize))
     if problem:
@@ -174,8 +141,3 @@ def load_warm(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:
         with runtime.mode(settings.options):
             warmup.run(engine, row_counts=row_counts)
     return engine
-
-
-def batch(engine: Engine, rows: int) -> Item:
-    """Return the warm-up's batch of this many rows: of the model's example, else made up."""
-    return next(warmup.batches(engine, warmup.find_example(engine), [rows]))

@@ -110,7 +110,7 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
     from torch.utils.benchmark import Timer
 
     from torch_py_backend.engine import warmup
-    from torch_py_backend.model_folders.inspection import batch, load_warm
+    from torch_py_backend.model_folders.inspection import load_warm
     from torch_py_backend.pipeline.differences import difference
 
     settings = model_config.parse(arguments)
@@ -121,7 +121,7 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> Json
     engines = candidate, load_warm(model_config.parse(configured), (1, full))
     errors, seconds, gains = [], [], []
     for rows in (1, full):
-        sample = batch(candidate, rows)
+        sample = warmup.sample(candidate, rows)
         calls = [partial(warmup.outputs, engine, sample) for engine in engines]
         for outputs, expected in zip(*(call() for call in calls), strict=True):
             errors += [difference(outputs[name], expected[name]) for name in expected]

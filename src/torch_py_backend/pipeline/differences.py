@@ -21,7 +21,12 @@ _MAX_ROUNDING, _MAX_SHARE = 0.1, 0.1
 _REDUCED = (torch.float16, torch.bfloat16)
 
 
-def disagreement(outputs: Item, expected: Item, *, reduced: bool = False) -> str:
+def disagreement(
+    outputs: Item,
+    expected: Item,
+    *,
+    reduced: bool = False,
+) -> str:
     """Return which output is too far from the module's own, as a clause; empty: none.
 
     `reduced`: a part of the module is in a format of 16 bits.

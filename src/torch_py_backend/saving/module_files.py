@@ -147,7 +147,11 @@ def write_program(
         torch.export.save(program, folder / "model.pt2")
 
 
-def write_beside(folder: Path, hooks: type | Path | None, item: Item) -> None:
+def write_beside(
+    folder: Path,
+    hooks: type | Path | None,
+    item: Item,
+) -> None:
     """Write the hooks of a model, a class or the file with it, and its example."""
     if isinstance(hooks, Path):
         shutil.copyfile(hooks, folder / HOOKS)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -74,9 +74,8 @@ class InstanceMonitor:
 
     def instances(self, model: str) -> list[_Instance]:
         """Return the instances of a model whose processes had not ended at the last check."""
-        return [
-            instance for instance in self._instances.values() if instance.identity.model == model
-        ]
+        instances = list(self._instances.values())  # at once: another thread may add to them
+        return [instance for instance in instances if instance.identity.model == model]
 
     def models_with_instances(self) -> set[str]:
         return {instance.identity.model for instance in self._instances.values()}
@@ -101,11 +100,15 @@ class InstanceMonitor:
             if instance.reader.read().state is InstanceState.IDLE:
                 instance.kill()
 
-    def warnings(self, model: str) -> list[str]:
-        """Return the warnings of the last load of a model: those of its newest instance."""
+    def report(self, model: str) -> dict[str, Any]:
+        """Return what the newest instance of a model has reported. For any thread."""
         for instance in self.instances(model)[-1:]:
-            return [printable(text) for text in instance.reader.report().get("warnings", [])]
-        return []
+            return instance.reader.report()
+        return {}
+
+    def warnings(self, model: str) -> list[str]:
+        """Return the warnings of the last load of a model."""
+        return [printable(text) for text in self.report(model).get("warnings", [])]
 
 
 class _Instance:
@@ -134,6 +137,21 @@ class _Instance:
                 status = str(self._process.status())
                 return "" if status == psutil.STATUS_ZOMBIE else status
         return ""
+
+    def describe(self) -> dict[str, object]:
+        """Return what the page shows of it; memory in bytes, `shared` with other processes."""
+        state, since = self.reader.read()
+        described = {
+            "name": self.identity.instance,
+            "pid": self.identity.pid,
+            "state": state.name.lower(),
+            "seconds": round(time.monotonic() - since, 1),
+        }
+        with contextlib.suppress(psutil.Error):
+            if self._process is not None:
+                memory = self._process.memory_info()
+                described |= {"memory": memory.rss, "shared": memory.shared}
+        return described
 
     def kill(self) -> None:
         with contextlib.suppress(psutil.Error):

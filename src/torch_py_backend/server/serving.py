@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import os
 import time
@@ -11,8 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
-from torch_py_backend.errors import ToolError
-from torch_py_backend.page.app import Page
+from torch_py_backend.config.pbtxt import JsonObject
+from torch_py_backend.errors import ToolError, sanitize_line
+from torch_py_backend.page.models import ModelsPage
+from torch_py_backend.page.probes import Probes
+from torch_py_backend.server import http_server
+from torch_py_backend.server.client import KEY_HEADER
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.supervisor import Event, Supervisor
 from torch_py_backend.server.tritonserver import RESTRICTIONS, Server, listen
@@ -66,6 +71,7 @@ def run(
     load_seconds: float = 1800.0,
     drain: float = 0.0,
     reload: bool = False,
+    page: bool = True,
 ) -> None:
     """Run a server, and keep its models serving, in a thread that lives as long.
 
@@ -79,12 +85,14 @@ def run(
     """
     listener = listen(server.address, server.ports[3])
     with contextlib.closing(listener), server:
-        monitor = InstanceMonitor(server.status_folder, load_seconds)
-        supervisor = Supervisor(server.client, monitor, on_event, restarts, load_seconds)
-        with Page(listener, lambda: supervisor.snapshot) as page:
+        served = _Served(server, on_event, restarts, load_seconds)
+        supervisor = served.supervisor
+        probes = Probes(lambda: supervisor.snapshot)
+        routes = [*probes.routes, *(served.page().routes if page else ())]
+        with http_server.run(listener, routes):
             try:
                 supervisor.load(names or sorted(server.wait_loaded(is_over)))
-                steps = [supervisor.step]
+                steps = [served.step]
                 if reload:
                     steps.append(Reloader(server.repository, names, supervisor.reload).step)
                 is_loaded = False
@@ -99,12 +107,73 @@ def run(
             finally:
                 # In this order, both the requests that a load balancer still sends and those in
                 # progress when Triton stops are answered.
-                page.stopping = True
+                probes.stopping = True
                 deadline = time.monotonic() + drain
                 while server.process.poll() is None and time.monotonic() < deadline:
                     time.sleep(_STEP_S)
                     supervisor.step()
                 server.stop()
+
+
+class _Served:
+    """The models of a server, with what its page shows of them and changes."""
+
+    def __init__(
+        self,
+        server: Server,
+        on_event: Callable[[Event], None],
+        restarts: int,
+        load_seconds: float,
+    ) -> None:
+        self._server, self._on_event = server, on_event
+        self._monitor = InstanceMonitor(server.status_folder, load_seconds)
+        self.supervisor = Supervisor(
+            server.client, self._monitor, self._record, restarts, load_seconds
+        )
+        self._failures: dict[str, str] = {}
+        # Requests of the page, which has a thread of its own.
+        self._changes: collections.deque[tuple[str, str]] = collections.deque()
+
+    def page(self) -> ModelsPage:
+        return ModelsPage(
+            self._server.http_address,
+            self._server.ports[:2],
+            KEY_HEADER,
+            self._server.key,
+            self._describe,
+            self._monitor.report,
+            lambda action, name: self._changes.append((action, name)),
+        )
+
+    def step(self) -> None:
+        """Begin the loads and unloads that the page requests, and let the supervisor step."""
+        while self._changes:
+            action, name = self._changes.popleft()
+            if action == "load":
+                self.supervisor.reload(name, "requested on the page")
+            else:
+                # The supervisor observes it. A call is cancelled when its object is deleted.
+                self._unload = self._server.client.unload(name)
+        self.supervisor.step()
+
+    def _record(self, event: Event) -> None:
+        if event.kind in ("FAILED", "DOWN", "GIVEN UP"):
+            self._failures[event.model] = f"{time.strftime('%X')} {event.kind}: {event.text}"
+        self._on_event(event)
+
+    def _describe(self) -> JsonObject:
+        """Return what the page shows, for any thread."""
+        snapshot = self.supervisor.snapshot
+        reasons = dict.fromkeys(snapshot.others, "is not loaded") | dict(snapshot.models)
+        models = {}
+        for name, reason in sorted(reasons.items()):
+            models[name] = {
+                "reason": sanitize_line(reason),
+                "warnings": [sanitize_line(text) for text in snapshot.warnings.get(name, ())],
+                "failure": sanitize_line(self._failures.get(name, "")),
+                "instances": [instance.describe() for instance in self._monitor.instances(name)],
+            }
+        return {"problem": snapshot.problem, "models": models}
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import grpc
 
 from torch_py_backend.errors import ToolError
-from torch_py_backend.page.app import Snapshot
+from torch_py_backend.page.probes import Snapshot
 from torch_py_backend.server.client import ModelState, TritonClient, cause
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 
@@ -125,7 +125,8 @@ class Supervisor:
             warnings[name] = model.warnings
         is_stale = self.clock() - self._stepped_at > _STALE_S
         stale = "the models are no longer monitored" if is_stale else ""
-        return Snapshot(reasons, self._problem or stale, warnings)
+        others = sorted(self._states.keys() - reasons.keys())
+        return Snapshot(reasons, self._problem or stale, warnings, others)
 
     @property
     def initial_loads_done(self) -> bool:
@@ -140,8 +141,8 @@ class Supervisor:
             model = self._models[name] = ModelRecord(name, self.clock())
             self._begin_load(model)
 
-    def reload(self, name: str) -> bool:
-        """Begin to load a model whose files changed; False: another load is in progress, or due.
+    def reload(self, name: str, why: str = "") -> bool:
+        """Begin to load a model that changed; False: another load is in progress, or due.
 
         The old one serves until the new one is loaded.
         """
@@ -152,7 +153,7 @@ class Supervisor:
             return False
         else:
             model.call = self.client.load(name, self.load_seconds)
-        self.on_event(Event("CHANGED", name))
+        self.on_event(Event("CHANGED", name, why))
         return True
 
     def step(self) -> None:

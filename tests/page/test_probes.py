@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from torch_py_backend.page import app
-from torch_py_backend.page.app import Page, Snapshot
-from torch_py_backend.server import tritonserver
+from torch_py_backend.page.probes import Probes, Snapshot
+from torch_py_backend.server import http_server, tritonserver
 
 _UNKNOWN = "the parameter X is unknown and ignored"
 _DOWN = "is down: no model.py"
@@ -23,13 +22,14 @@ _WARNINGS = {"a": [_UNKNOWN, "/srv/m/w.pt is unused"]}
 
 
 class Probed:
-    """A running page, its address, and what the supervisor reports."""
+    """Running probes, their address, and what the supervisor reports."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.snapshot = Snapshot(_MODELS, "", _WARNINGS)
         listener = tritonserver.listen(address, 0)
         self.address: tuple[str, int] = listener.getsockname()[:2]
-        self.page = Page(listener, lambda: self.snapshot)
+        self.probes = Probes(lambda: self.snapshot)
+        self.running = http_server.run(listener, self.probes.routes)
 
     def get(self, path: str = "/live", method: str = "GET") -> tuple[int, Any]:
         client = http.client.HTTPConnection(*self.address, timeout=60)
@@ -47,7 +47,7 @@ class Probed:
 @pytest.fixture
 def probed() -> Iterator[Probed]:
     probed = Probed()
-    with probed.page:
+    with probed.running:
         yield probed
 
 
@@ -84,7 +84,7 @@ def test_problems_of_the_whole_server(snapshot: Snapshot, reason: str, probed: P
 def test_a_server_that_stops_is_live_and_not_ready(probed: Probed) -> None:
     probed.snapshot = Snapshot({"a": ""}, "", {})
     assert probed.get("/ready") == (200, {"ready": True})
-    probed.page.stopping = True
+    probed.probes.stopping = True
     stopping = {"ready": False, "reason": "the server is being stopped"}
     assert probed.get("/ready/a") == (503, stopping)
     assert probed.get("/live") == (200, {"live": True})
@@ -93,7 +93,7 @@ def test_a_server_that_stops_is_live_and_not_ready(probed: Probed) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_port_is_free_again_although_a_client_is_connected(address: str) -> None:
     probed = Probed(address)
-    with probed.page, probed.connect():
+    with probed.running, probed.connect():
         assert probed.get("/live", "HEAD") == (200, None)
     with pytest.raises(ConnectionRefusedError):
         probed.connect()
@@ -121,12 +121,12 @@ def test_of_1000_silent_connections_the_oldest_are_closed(probed: Probed) -> Non
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(probed.connect()) for _ in range(1000)]
         assert probed.get() == (200, {"live": True})
-        for connection in connections[: -app._MAX_CONNECTIONS]:
+        for connection in connections[: -http_server._MAX_CONNECTIONS]:
             _assert_closed(connection)
 
 
 def test_a_request_that_does_not_end(monkeypatch: pytest.MonkeyPatch, probed: Probed) -> None:
-    monkeypatch.setattr(app, "_CONNECTION_S", 0.2)
+    monkeypatch.setattr(http_server, "_CONNECTION_S", 0.2)
     with probed.connect() as connection:
         connection.sendall(b"GET /re")
         _assert_closed(connection)

@@ -1,0 +1,110 @@
+"""What open pages cost: requests/s of a model while pages are open ÷ without, in pairs of turns.
+
+    python -m benchmarks.page [--models 50] [--viewers 10] [--pairs 10] [--seconds 3]
+
+`torch-py-backend serve` runs `add` and other models like it. The load is 32 requests in flight. A
+viewer reads the server-sent events of the page as a browser does, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import clients, harness, repositories
+from benchmarks.clients import Endpoint
+from benchmarks.load_generator import Point
+from benchmarks.models import MODELS
+from benchmarks.tables import spread
+
+_SERVE = "from torch_py_backend.cli import app; app()"
+_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
+_SERVING = re.compile(r"serving on \S+ and grpc://(\S+);.* readiness on http://(\S+)/ready")
+_VIEWERS = """
+import sys, threading, urllib.request
+def view():
+    while True:
+        with urllib.request.urlopen(sys.argv[1]) as events:
+            while events.readline():
+                pass
+threads = [threading.Thread(target=view) for _ in range(int(sys.argv[2]))]
+[thread.start() for thread in threads]
+"""
+_IN_FLIGHT = 32
+
+
+@contextlib.contextmanager
+def _served(repository: Path) -> Iterator[tuple[str, str]]:
+    """Run `serve`; yield its gRPC address and that of its page once all models serve."""
+    command = [sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS]
+    process = subprocess.Popen(  # noqa: S603  this Python, this package
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None  # noqa: S101
+    try:
+        for line in process.stdout:
+            if match := _SERVING.search(line):
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                yield match[1], match[2]
+                return
+        raise SystemExit("the server did not start")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
+
+
+async def _measure(
+    grpc: str, page: str, viewers: int, pairs: int, seconds: float
+) -> list[harness.Pair]:
+    payloads = [clients.payload(MODELS["add"])]
+    async with harness.connected(grpc, "grpc", "add", payloads) as connection:
+        turn = partial(harness.turn, connection, _IN_FLIGHT, seconds)
+
+        async def viewed() -> Point:
+            command = [sys.executable, "-c", _VIEWERS, f"http://{page}/events", str(viewers)]
+            process = await asyncio.create_subprocess_exec(*command)
+            await asyncio.sleep(1)  # all have connected
+            try:
+                return await turn()
+            finally:
+                process.kill()
+                await process.wait()
+
+        return [pair async for pair in harness.in_turn((viewed, turn), pairs)]
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", type=int, default=50)
+    parser.add_argument("--viewers", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    settings = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(settings.models):
+            repositories.write("add", Path(folder), served=f"add_{number}" if number else "add")
+        with _served(Path(folder)) as (grpc, page):
+            actual = clients.answer(Endpoint("add", "grpc", grpc, "add"))
+            np.testing.assert_allclose(actual, MODELS["add"].expected().numpy(), rtol=1e-5)
+            measured = _measure(grpc, page, settings.viewers, settings.pairs, settings.seconds)
+            pairs = asyncio.run(measured)
+    print(
+        f"requests/s with {settings.viewers} open pages of {settings.models} models ÷ without:"
+        f" {spread(harness.ratios(pairs)).text(2)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

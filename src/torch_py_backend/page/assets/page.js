@@ -1,0 +1,212 @@
+// The table of the models, and the details of one, which the part of the address after # names.
+import { Trial } from "./trial.js";
+import { element, replace } from "./elements.js";
+
+const rows = new Map(); // the rows of the table by model
+let state = { models: {}, key_header: "" };
+let trial = null;
+
+// The sums of Triton's statistics over the versions of each model.
+function totals(statistics) {
+  const sums = new Map();
+  for (const entry of statistics?.model_stats ?? []) {
+    const { success, fail } = entry.inference_stats;
+    const sum = sums.get(entry.name) ?? { versions: [], requests: 0, ns: 0, errors: 0, rows: 0, calls: 0 };
+    sum.versions.push(entry.version);
+    sum.requests += success.count;
+    sum.ns += success.ns;
+    sum.errors += fail.count;
+    sum.rows += entry.inference_count;
+    sum.calls += entry.execution_count;
+    sums.set(entry.name, sum);
+  }
+  return sums;
+}
+
+const megabytes = (bytes) => (bytes === undefined ? "–" : `${(bytes / 2 ** 20).toFixed(0)} MB`);
+
+function milliseconds(ns) {
+  const ms = ns / 1e6;
+  return `${ms < 10 ? ms.toFixed(2) : ms.toFixed(0)} ms`;
+}
+
+function stateOf(model) {
+  return model.reason.split(":")[0] || "serves";
+}
+
+// What is known of a model beside numbers; the text is that of models, so it is never HTML.
+function notes(model) {
+  const texts = [];
+  const reason = model.reason.replace(/^[^:]*(: )?/, "");
+  if (reason) texts.push(["reason", reason]);
+  for (const warning of model.warnings) texts.push(["warning", `Warning: ${warning}`]);
+  if (model.failure && !reason) texts.push(["past", `Last failure: ${model.failure}`]);
+  return texts.map(([kind, text]) => element("p", { className: kind }, text));
+}
+
+class Row {
+  constructor(name) {
+    // The name of a folder need not be UTF-8.
+    this.link = element("a", { href: `#${encodeURIComponent(name.toWellFormed())}` }, name);
+    const labels = ["State", "Versions", "Requests", "Errors", "Latency", "Rows per batch", "Instances"];
+    this.cells = labels.map((label) => element("td", { dataset: { label } }));
+    this.numbers = element("tr", {}, element("th", { scope: "row" }, this.link), ...this.cells);
+    this.notes = element("tr", { className: "notes" }, element("td", { colSpan: 8 }));
+    this.last = null; // the totals of the last event
+    this.recent = ["–", "–"];
+  }
+
+  update(model, sum, seconds) {
+    let rate = "";
+    if (sum && this.last && sum.requests > this.last.requests) {
+      const requests = sum.requests - this.last.requests;
+      const calls = sum.calls - this.last.calls;
+      rate = ` (${(requests / seconds).toFixed(requests < 10 * seconds ? 1 : 0)}/s)`;
+      const latency = milliseconds((sum.ns - this.last.ns) / requests);
+      this.recent = [latency, calls ? ((sum.rows - this.last.rows) / calls).toFixed(1) : "–"];
+    } else if (sum?.requests && this.recent[0] === "–") {
+      this.recent = [milliseconds(sum.ns / sum.requests), (sum.rows / (sum.calls || 1)).toFixed(1)];
+    }
+    this.last = sum;
+    const { instances } = model;
+    const bytes = instances.reduce((total, instance) => total + (instance.memory ?? 0), 0);
+    const texts = [
+      stateOf(model),
+      sum ? sum.versions.join(", ") : "–",
+      sum ? `${sum.requests}${rate}` : "–",
+      sum ? `${sum.errors}` : "–",
+      ...this.recent,
+      instances.length ? `${instances.length} · ${megabytes(bytes)}` : "0",
+    ];
+    texts.forEach((text, index) => {
+      if (this.cells[index].textContent !== text) this.cells[index].textContent = text;
+    });
+    this.numbers.dataset.state = stateOf(model);
+    const shown = notes(model);
+    this.notes.hidden = shown.length === 0;
+    replace(this.notes.firstChild, shown);
+  }
+}
+
+function update(event) {
+  const now = performance.now();
+  const seconds = (now - (state.at ?? now)) / 1000;
+  state = JSON.parse(event.data);
+  state.at = now;
+  const names = Object.keys(state.models);
+  const sums = totals(state.statistics);
+  for (const [name, model] of Object.entries(state.models)) {
+    if (!rows.has(name)) rows.set(name, new Row(name));
+    rows.get(name).update(model, sums.get(name), seconds);
+  }
+  for (const name of [...rows.keys()].filter((known) => !names.includes(known))) rows.delete(name);
+  const shown = names.flatMap((name) => [rows.get(name).numbers, rows.get(name).notes]);
+  const body = document.querySelector("#models tbody");
+  // The rows stay where they are, so that the focus does.
+  if (shown.length !== body.children.length || shown.some((row, i) => row !== body.children[i])) {
+    body.replaceChildren(...shown);
+  }
+  const serving = names.filter((name) => !state.models[name].reason).length;
+  const problem = state.problem || (state.statistics.error && `statistics: ${state.statistics.error}`);
+  report(problem || `${serving} of ${names.length} models serve`, Boolean(problem));
+  showState();
+}
+
+function report(text, isProblem) {
+  const line = document.querySelector("#server");
+  if (line.textContent !== text) line.textContent = text;
+  line.classList.toggle("problem", isProblem);
+}
+
+const chosen = () => decodeURIComponent(location.hash.slice(1));
+
+// The part of the details that changes while they are open.
+function showState() {
+  const name = chosen();
+  const model = state.models[name];
+  document.querySelector("#model").hidden = !name;
+  if (!name) return;
+  const text = model ? stateOf(model) : "does not exist";
+  replace(document.querySelector("#notes"), [
+    element("p", { className: "state", dataset: { state: text } }, `This model ${text}.`),
+    ...(model ? notes(model) : []),
+  ]);
+  const instances = (model?.instances ?? []).map(({ name, pid, state, seconds, memory, shared }) => {
+    const texts = [`${pid}`, `${state} for ${seconds.toFixed(0)} s`, megabytes(memory), megabytes(shared)];
+    const cells = texts.map((text) => element("td", {}, text));
+    return element("tr", {}, element("th", { scope: "row" }, name), ...cells);
+  });
+  document.querySelector("#instances tbody").replaceChildren(...instances);
+  document.querySelector("#manage [name=load]").textContent = model?.reason ? "Load" : "Reload";
+  document.querySelector("#manage [name=unload]").disabled = Boolean(model?.reason);
+  // A model that was loaded meanwhile gets its form; one that is in use stays as it is.
+  if (model && !model.reason && trial?.model !== name) show();
+}
+
+const describe = (entry) => `${entry.name}: ${entry.data_type.replace("TYPE_", "")} [${entry.dims.join(", ")}]`;
+
+async function show() {
+  const name = chosen();
+  trial = name ? { model: name } : null;
+  document.querySelector("#name").textContent = name;
+  document.querySelector("#form").hidden = true;
+  document.querySelector("#details").replaceChildren();
+  showState();
+  if (!name) return;
+  const response = await fetch(`models/${encodeURIComponent(name)}`, { headers: credentials() });
+  const { config, report: loaded, ports } = await response.json();
+  if (chosen() !== name) return;
+  const facts = [];
+  if (config.error) {
+    trial = state.models[name]?.reason ? null : trial; // tried again when it serves
+    facts.push(["config", config.error]);
+  } else {
+    const batch = config.max_batch_size ? `at most ${config.max_batch_size} rows` : "none";
+    facts.push(...config.input.map((entry) => ["input", describe(entry)]));
+    facts.push(...config.output.map((entry) => ["output", describe(entry)]));
+    facts.push(["batch", `${batch}${config.dynamic_batching ? ", formed of requests" : ""}`]);
+    const form = document.querySelector("#form");
+    trial = new Trial(form, name, config, loaded.request ?? [], ports, credentials);
+    form.hidden = false;
+  }
+  for (const key of ["artifact", "weights", "device", "threads"]) {
+    if (loaded[key] !== undefined) facts.push([key, `${loaded[key]}`.replace(",", ", ")]);
+  }
+  for (const [option, value] of Object.entries(loaded.options ?? {})) {
+    facts.push([option, typeof value === "string" ? value : JSON.stringify(value)]);
+  }
+  const list = facts.flatMap(([key, text]) => [element("dt", {}, key), element("dd", {}, text)]);
+  document.querySelector("#details").replaceChildren(...list);
+}
+
+function credentials() {
+  const key = document.querySelector("#key").value;
+  return key ? { [state.key_header]: key } : {};
+}
+
+async function manage(event) {
+  event.preventDefault();
+  const action = event.submitter?.name ?? "load";
+  const url = `models/${encodeURIComponent(chosen())}/${action}`;
+  const response = await fetch(url, { method: "POST", headers: credentials() });
+  const output = document.querySelector("#managed");
+  output.textContent = response.ok ? `The ${action} has begun.` : await response.text();
+}
+
+function connect() {
+  const source = new EventSource("events");
+  source.onmessage = update;
+  source.onerror = () => {
+    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 5000);
+    if (performance.now() - (state.at ?? 0) > 5000) report("The server does not answer.", true);
+  };
+}
+
+document.querySelector("#manage").addEventListener("submit", manage);
+document.querySelector("#key").addEventListener("change", show);
+addEventListener("hashchange", async () => {
+  await show();
+  document.querySelector("#name").focus();
+});
+connect();
+show();

@@ -1,0 +1,249 @@
+"""The page in a real browser, beside a real server."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import supervised
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
+from scenarios import Scenario, config, text, x_to_y
+from supervised import Supervised
+
+_CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(_CHROMIUM is None, reason="needs Debian's package chromium"),
+]
+_KEY = "a key"
+_DECOUPLED = "model_transaction_policy { decoupled: true }\n"
+_PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
+_MODULE = """
+import base64
+from torch import nn
+
+class Model(nn.Module):
+    def forward(self, {name}{type}):
+        {body}
+{more}
+"""
+
+
+def _model(
+    name: str, body: str, inputs: str = "x", kind: str = "", more: str = "", config: str = ""
+) -> Scenario:
+    source = _MODULE.format(name=inputs, type=kind, body=body, more=more)
+    return Scenario(name, text(source), config or x_to_y(WARMUP="false"))
+
+
+def _strings(kind: str) -> str:
+    return config({kind: [1, "STRING"]}, {"answer": [1, "STRING"]})
+
+
+_EXAMPLE = f"""
+def example_inputs():
+    return {{"image": [[base64.b64decode("{_PNG}")]]}}
+"""
+_MODELS = (
+    _model("numbers", "return x * 2", config=x_to_y(NUM_THREAD="1")),
+    _model("halves", "return x * 2", config=config({"x": [2, "FP16"]}, {"y": [2, "FP16"]})),
+    _model("integers", "return x + 1", config=config({"x": [1, "INT64"]}, {"y": [1, "INT64"]})),
+    _model("large", "return x.sum(1)", config=config({"x": [50000]}, {"y": [1]})),
+    _model(
+        "texts", "return [t.upper() for t in text]", "text", ": list[str]", "", _strings("text")
+    ),
+    _model("images", "return image", "image", ": list[bytes]", _EXAMPLE, _strings("image")),
+    _model("victim", "return -x"),
+    _model("broken", "return 1", more='raise ValueError("<script>document.title = 1</script>")'),
+    _model(
+        "ticker",
+        "yield from count.new_tensor(range(int(count))).split(1)",
+        "count",
+        config=config(
+            {"count": [1, "INT32"]}, {"tick": [1, "INT32"]}, max_batch_size=0, more=_DECOUPLED
+        ),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    repository = tmp_path_factory.mktemp("page") / "repository"
+    for model in _MODELS:
+        model.lay_out(repository)
+    key = {"TORCH_PY_BACKEND_ADMIN_KEY": _KEY}
+    with supervised.serve(repository, "--restrict=model-repository", **key) as server:
+        server.wait_loaded()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, served: Supervised) -> Iterator[Page]:
+    page = browser.new_page(base_url=f"http://{served.health}")
+    page.set_default_timeout(30000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    page.close()
+    assert errors == []
+
+
+def _open(page: Page, model: str) -> None:
+    page.goto(f"/#{model}")
+    page.locator("#form").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "answer"),
+    [
+        ("numbers", "1, 2, 3, 4.5", "2, 4, 6, 9"),
+        ("halves", "0.5, -65504", "1, -Infinity"),
+        ("integers", "9007199254740992", "9007199254740993"),
+        ("large", "ones", "50000"),
+        ("texts", 'ein "Wört"', r'"EIN \"WÖRT\""'),
+        ("ticker", "3", '{"tick":0}{"tick":1}{"tick":2}'),
+    ],
+)
+def test_the_form_shows_the_answer(page: Page, model: str, value: str, answer: str) -> None:
+    _open(page, model)
+    page.get_by_label("Values").fill(value)
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#answer")).to_contain_text(answer)
+    expect(page.locator("#sent")).to_contain_text("ms")
+
+
+def test_an_image_is_sent_and_shown(page: Page, tmp_path: Path) -> None:
+    """The form has the example; another file takes its place."""
+    _open(page, "images")
+    for number in range(2):
+        page.get_by_role("button", name="Send").click()
+        image = page.locator("#answer img")
+        image.wait_for()
+        assert image.evaluate("image => image.naturalWidth") == 1
+        if number == 0:
+            (tmp_path / "empty.png").touch()
+            page.get_by_label("or a file").set_input_files(tmp_path / "empty.png")
+            page.get_by_role("button", name="Send").click()
+            expect(page.locator("#answer .values")).to_have_text('""')
+            _open(page, "numbers")
+            _open(page, "images")
+
+
+@pytest.mark.parametrize("model", ["numbers", "texts", "ticker"])
+@pytest.mark.parametrize("kind", ["curl", "Python"])
+def test_a_copied_request_has_the_same_answer(page: Page, model: str, kind: str) -> None:
+    _open(page, model)
+    page.get_by_label("Values").fill(
+        {"numbers": "1, 2, 3, 4", "texts": "it's", "ticker": "2"}[model]
+    )
+    if kind == "Python":  # the other is open
+        page.get_by_text(kind, exact=True).click()
+    request = page.get_by_role("region", name=kind).inner_text()
+    command = ["sh", "-c", request] if kind == "curl" else [sys.executable, "-c", request]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    expected = {"numbers": r"2\.0?,? *4", "texts": "IT'S", "ticker": r"tick"}[model]
+    assert re.search(expected, answer), answer
+
+
+def test_warnings_errors_and_markup_are_text(page: Page) -> None:
+    page.goto("/")
+    expect(page.locator("#models")).to_contain_text("Warning: the parameter NUM_THREAD is unknown")
+    expect(page.locator("#models")).to_contain_text("ValueError: <script>document.title = 1")
+    expect(page.locator("#server")).to_have_text(
+        f"{len(_MODELS) - 1} of {len(_MODELS)} models serve"
+    )
+    assert page.title().startswith("Models")
+
+
+def test_a_killed_instance_is_seen_down_and_up(page: Page, served: Supervised) -> None:
+    _open(page, "victim")
+    expect(page.locator("#notes .state")).to_have_text("This model serves.")
+    (stub,) = served.stubs("victim")
+    expect(page.locator("#instances tbody")).to_contain_text(str(stub.pid))
+    stub.send_signal(signal.SIGKILL)
+    expect(page.locator("#notes .state")).not_to_have_text("This model serves.")
+    expect(page.locator("#notes .state")).to_have_text("This model serves.", timeout=60000)
+    expect(page.locator("#notes")).to_contain_text("was ended by SIGKILL")
+    expect(page.locator("#instances tbody")).not_to_contain_text(str(stub.pid))
+    page.get_by_role("button", name="Send").click()  # the form that was open all the while
+    expect(page.locator("#answer")).to_contain_text("y")
+
+
+def test_models_are_unloaded_and_loaded_with_the_admin_key(page: Page, served: Supervised) -> None:
+    _open(page, "victim")
+    page.get_by_role("button", name="Unload").click()
+    expect(page.locator("#managed")).to_contain_text("not the admin key")
+    page.get_by_label("Admin key").fill(_KEY)
+    page.get_by_role("button", name="Unload").click()
+    expect(page.locator("#notes .state")).to_have_text("This model is not loaded.", timeout=60000)
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#sent")).to_contain_text("victim")  # Triton's refusal
+    assert "RELEASED victim" in served.text
+    page.get_by_role("button", name="Load", exact=True).click()
+    expect(page.locator("#notes .state")).to_have_text("This model serves.", timeout=60000)
+    page.get_by_role("button", name="Reload").click()
+    supervised.until(lambda: "CHANGED victim: requested on the page" in served.text, served)
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "problem"),
+    [
+        ("Values", "1, x", '"x" is not a value of FP32'),
+        ("Values", "", "4 values, and there are 0"),
+        ("Shape", "1, -4", "is a list of sizes"),
+    ],
+)
+def test_what_the_form_cannot_send_is_said(
+    page: Page, label: str, value: str, problem: str
+) -> None:
+    _open(page, "numbers")
+    page.get_by_label(label).fill(value)
+    expect(page.locator("#sent")).to_contain_text(problem)
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#sent")).to_contain_text(problem)
+
+
+def test_a_file_that_is_too_large_is_refused(page: Page, tmp_path: Path) -> None:
+    _open(page, "images")
+    (tmp_path / "large.png").write_bytes(bytes(2 << 20))
+    page.get_by_label("or a file").set_input_files(tmp_path / "large.png")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#sent")).to_contain_text("larger than 1 MB")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_accessibility_and_a_phone(
+    browser: Browser, served: Supervised, scheme: Literal["light", "dark"]
+) -> None:
+    size: ViewportSize = {"width": 390, "height": 844}
+    page = browser.new_page(base_url=f"http://{served.health}", color_scheme=scheme, viewport=size)
+    for path in ("/", f"/#{urllib.parse.quote('images')}"):
+        page.goto(path)
+        page.locator("#models tbody tr").first.wait_for()
+        if "#" in path:
+            page.locator("#form").wait_for()
+        assert page.evaluate("document.scrollingElement.scrollWidth") <= size["width"]
+        result = Axe().run(page)
+        assert result.violations_count == 0, result.generate_report()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.tagName") in ("A", "INPUT", "BUTTON")
+    page.close()
