@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import html
 import logging
 import os
 import queue
@@ -51,6 +52,7 @@ class LocalServer:
         arguments: more arguments for tritonserver itself.
         timeout: seconds until every model is READY.
         http_address, grpc_address, metrics_address: host and port; empty: the server does not run.
+        page_url: the page with the state of the models, which a notebook shows as a link.
 
     Raises:
         ToolError: there is no server, or a model does not load; with the server's own sentence.
@@ -72,10 +74,14 @@ class LocalServer:
     def __post_init__(self) -> None:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self.http_address = self.grpc_address = self.metrics_address = ""
+        self.http_address = self.grpc_address = self.metrics_address = self.page_url = ""
 
     def __repr__(self) -> str:
         return f"<LocalServer of {self.repository}: {self.http_address or 'not started'}>"
+
+    def _repr_html_(self) -> str:
+        text = html.escape(repr(self))
+        return f'{text} <a href="{self.page_url}" target="_blank">{self.page_url}</a>'
 
     def start(self) -> Self:
         """Start the server, wait until every model is READY, and return the server."""
@@ -106,7 +112,8 @@ class LocalServer:
             raise
         self.http_address, self.grpc_address = server.http_address, server.grpc_address
         self.metrics_address = server.metrics_address
-        _report(f"serving on {self.url} and grpc://{self.grpc_address}")
+        self.page_url = f"http://{server.health_address}"
+        _report(f"serving on {self.url} and grpc://{self.grpc_address}; page on {self.page_url}")
         return self
 
     __enter__ = start
@@ -118,7 +125,7 @@ class LocalServer:
         """Stop the server. May be called twice."""
         if client := self.__dict__.pop("client", None):
             client.close()
-        self.http_address = self.grpc_address = self.metrics_address = ""
+        self.http_address = self.grpc_address = self.metrics_address = self.page_url = ""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()

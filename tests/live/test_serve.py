@@ -85,8 +85,8 @@ def test_one_line_a_model_and_answers_over_ipv6(served: Supervised, repository: 
     unreadable = f"failed to read text proto from {config}: 2:16: Expected string, got: }}"
     assert f"FAILED  unreadable: {unreadable}\n" in text
     assert "FAILED  syntax_error: model.py fails at SyntaxError: " in text
-    first, *models, last = re.findall(r"^\S+", text, re.MULTILINE)
-    assert (first, last) == ("log", "serving")
+    first, page, *models, last = re.findall(r"^\S+", text, re.MULTILINE)
+    assert (first, page, last) == ("log", "page", "serving")
     # Whichever is known first.
     assert sorted(models) == [*["FAILED"] * 3, *["READY"] * 2, "WARNING"]
     assert "Started GRPCInferenceService" in _logged_by_triton(served)

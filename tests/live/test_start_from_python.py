@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,9 @@ def test_client(server: LocalServer) -> None:
     """The server has a client of tritonclient and addresses."""
     assert server.url == f"http://{server.http_address}"
     assert server.http_address in repr(server)
+    assert f'<a href="{server.page_url}"' in server._repr_html_()
+    with urllib.request.urlopen(server.page_url) as response:
+        assert b"page.js" in response.read()
     assert server.client.is_model_ready("module")
     assert server.client.get_server_metadata().name == "triton"
     for address in (server.http_address, server.grpc_address, server.metrics_address):

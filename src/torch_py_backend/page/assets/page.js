@@ -118,7 +118,7 @@ function report(text, isProblem) {
   line.classList.toggle("problem", isProblem);
 }
 
-const chosen = () => decodeURIComponent(location.hash.slice(1));
+const chosen = () => decodeURIComponent(location.hash.slice(1).replace(/%(?![\da-f]{2})/gi, "%25"));
 
 // The part of the details that changes while they are open.
 function showState() {
