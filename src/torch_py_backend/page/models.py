@@ -106,7 +106,7 @@ class ModelsPage:
     async def _details(self, request: Request) -> Response:
         model = request.path_params["model"]
         config = await self._get(request, model, "config")
-        report = self.report(model)
+        report = {} if "error" in config else self.report(model)
         return JSONResponse({"config": config, "report": report, "ports": self.ports})
 
     async def _openapi(self, request: Request) -> Response:
