@@ -117,12 +117,16 @@ def test_config_of_this_backend_with_an_error(
 
 def test_printed_lines(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "machine_problems", lambda: ["It is too small."])
-    done = run("check", "--traceback", str(_lay_out(tmp_path, "raises", "gaps [red] ü", "other")))
+    repository = _lay_out(tmp_path, "raises", "gaps [red] ü", "other")
+    (repository / "cannot be read" / "config.pbtxt").mkdir(parents=True)
+    done = run("check", "--traceback", str(repository))
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert lines[:2] == ["PROBLEM It is too small.", "OK      gaps [red] ü 1"]
+    assert lines[0] == "PROBLEM It is too small."
+    assert lines[1].startswith("FAILED  model 'cannot be read': [Errno 21] Is a directory")
+    assert "OK      gaps [red] ü 1" in lines
     assert ["inputs", "x", "FP32", "[4]", "→", "x"] in [line.split() for line in lines]
-    assert lines[-1] == "1 OK, 1 FAILED, 1 SKIPPED, 1 PROBLEM"
+    assert lines[-1] == "1 OK, 2 FAILED, 1 SKIPPED, 1 PROBLEM"
     assert "SKIPPED other: served by python" in lines
     _, _, text = done.stdout.partition("\nFAILED  model 'raises': ")
     _, _, text = text.partition("Traceback (most recent call last):\n")

@@ -89,7 +89,8 @@ def _try(
         version = repository.latest(folder, document)
         arguments = {"arguments": pbtxt.arguments(folder, version, document)}
         report = child_process.run(creation.INSPECT, arguments, timeout)
-    except BackendError as error:
+    except (BackendError, OSError) as raised:
+        error = raised if isinstance(raised, BackendError) else ConfigError(str(raised))
         text = named(folder.name, error)
         report = {"error": text}
         if traceback:
