@@ -15,6 +15,8 @@ import refused_configs
 import scenarios
 from command_line import run, tree
 
+from torch_py_backend.config import pbtxt
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.processes import child_process
 
 # `cli.check` is the command; other functions are in the module of the same name.
@@ -117,14 +119,21 @@ def test_config_of_this_backend_with_an_error(
 
 def test_printed_lines(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "machine_problems", lambda: ["It is too small."])
-    repository = _lay_out(tmp_path, "raises", "gaps [red] ü", "other")
-    (repository / "cannot be read" / "config.pbtxt").mkdir(parents=True)
+    repository = _lay_out(tmp_path, "raises", "gaps [red] ü", "other", "good")
+    read = pbtxt.read
+
+    def read_others(folder: Path) -> JsonObject:
+        if folder.name == "good":
+            raise PermissionError(13, "Permission denied")
+        return read(folder)
+
+    monkeypatch.setattr(pbtxt, "read", read_others)
     done = run("check", "--traceback", str(repository))
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[0] == "PROBLEM It is too small."
-    assert lines[1].startswith("FAILED  model 'cannot be read': [Errno 21] Is a directory")
-    assert "OK      gaps [red] ü 1" in lines
+    assert lines[1] == "OK      gaps [red] ü 1"
+    assert "FAILED  model 'good': [Errno 13] Permission denied" in lines
     assert ["inputs", "x", "FP32", "[4]", "→", "x"] in [line.split() for line in lines]
     assert lines[-1] == "1 OK, 2 FAILED, 1 SKIPPED, 1 PROBLEM"
     assert "SKIPPED other: served by python" in lines
