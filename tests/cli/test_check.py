@@ -133,7 +133,7 @@ def test_printed_lines(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lines = done.stdout.splitlines()
     assert lines[0] == "PROBLEM It is too small."
     assert lines[1] == "OK      gaps [red] ü 1"
-    assert "FAILED  model 'good': [Errno 13] Permission denied" in lines
+    assert "\nFAILED  model 'good': [Errno 13] Permission denied" in done.stdout
     assert ["inputs", "x", "FP32", "[4]", "→", "x"] in [line.split() for line in lines]
     assert lines[-1] == "1 OK, 2 FAILED, 1 SKIPPED, 1 PROBLEM"
     assert "SKIPPED other: served by python" in lines
