@@ -188,6 +188,7 @@ def test_classifier_takes_texts_with_its_tokenizer_or_padded_tokens_and_has_its_
         tokenizer_object=tokenizers.Tokenizer(words), pad_token="[PAD]"
     )
     tokenizer.save_pretrained(tmp_path / "net")
+    (tmp_path / "net" / ".env").write_text("HF_TOKEN=secret")
     settings = transformers.BertConfig(
         vocab_size=3, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=32, pad_token_id=0, id2label={0: "bad", 1: "so-so", 2: "good"},
@@ -200,6 +201,7 @@ def test_classifier_takes_texts_with_its_tokenizer_or_padded_tokens_and_has_its_
     (output,) = document["output"]
     assert (output["name"], output["label_filename"]) == ("logits", "labels.txt")
     assert (folder / "1" / "hooks.py").exists() is not bool(flags)
+    assert not (folder / "1" / ".env").exists()
     assert ("PAD" in document["parameters"]) is bool(flags)
     names = [entry["name"] for entry in document["input"]]
     assert names == (["input_ids", "attention_mask", "token_type_ids"] if flags else ["text"])

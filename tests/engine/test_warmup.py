@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import build
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -34,6 +35,15 @@ def engine(
 def batches(config: ModelConfig) -> list[Item]:
     model = engine(config, lambda x: x)
     return list(warmup.batches(model))
+
+
+def test_a_request_has_notes_on_large_values() -> None:
+    config = build.config(inputs=(build.spec("x", "BYTES", (1,)),))
+    model = engine(config, lambda x: x)
+    large = bytes(20_000)
+    for content, shown in ((large, "20000 bytes"), (b"\xff", {"base64": "/w=="}), (b"a", "a")):
+        model.example = {"x": np.array([[content]], dtype=object)}
+        assert [entry["data"] for entry in warmup.request(model)] == [[shown]]
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,12 @@ def test_what_an_artifact_type_does_not_support_is_refused(
         registry.without_unused(build.config(**options), kind)
 
 
+def test_an_option_without_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    config = build.config(model_class="Net")
+    assert registry.without_unused(config, ArtifactType.TORCHSCRIPT) == build.config()
+    assert "the parameter MODEL_CLASS has no effect on TorchScript" in caplog.text
+
+
 def test_decoupled_model_has_steps_unless_method_is_set(tmp_path: Path) -> None:
     more = "    def begin(self, y): ...\n    def step(self, states): ...\n"
     build.write(tmp_path, "model.py", models.source(models.Negate) + more)

@@ -191,6 +191,9 @@ def test_collate_makes_one_batch_of_rows_of_any_type() -> None:
         ("FP64", np.array([1.0]), [[1]]),
         ("INT64", np.arange(3).argmax(), [[2]]),
         ("BOOL", np.True_, [[True]]),
+        ("INT64", np.float32(2), [[2]]),
+        ("INT64", np.uint64(3), [[3]]),
+        ("UINT8", np.int8(-1), "output 'y' is int64 []; expected uint8 [1]"),
         ("BYTES", ["a"], [["a"]]),
         ("BYTES", np.array([b"b"]), [[b"b"]]),
         ("BOOL", 3, "output 'y' is int64 []; expected bool [1]"),
@@ -341,9 +344,11 @@ def test_a_request_is_refused_and_the_next_one_is_served(
     assert isinstance(served, dict)
 
 
-def test_preprocess_must_say_what_it_takes_of_strings() -> None:
+def test_preprocess_must_take_the_type_of_its_input() -> None:
     with pytest.raises(BindingError, match=r"'x' is BYTES, and preprocess\(x\) has no"):
         engine(doubled, {"preprocess": lambda x: x}, inputs=(build.spec("x", "BYTES"),))
+    with pytest.raises(BindingError, match=r"'x' is FP32, and preprocess\(\) takes an int"):
+        engine(doubled, {"preprocess": _number}, inputs=(build.spec("x", "FP32"),))
 
 
 _IN_PLACE = {"preprocess": lambda x: x.mul_(2)}

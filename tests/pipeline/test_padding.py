@@ -102,6 +102,12 @@ def test_padding_makes_a_batch_at_most_four_times_as_large(
     ]
 
 
+def test_a_mask_must_be_as_long_as_its_input() -> None:
+    padding = create((IDS, MASK), ids={"mask": "mask"})
+    sent: Item = {"ids": torch.ones(2, 3), "mask": torch.ones(2, 1)}
+    assert "input 'mask' is [2, 1], and its input 'ids' is [2, 3]" in str(padding.fill(sent))
+
+
 def test_an_optional_input_that_is_left_out_pads_nothing() -> None:
     padding = create((IDS, MASK), ids={"mask": "mask"})
     items: list[Item] = [{"x": torch.zeros(1, 2)}, {"x": torch.zeros(7, 2)}]

@@ -445,6 +445,14 @@ def test_reloads_of_changed_files() -> None:
     assert not server.supervisor.reload("a")
 
 
+def test_a_model_with_a_name_that_cannot_be_loaded_again_serves_on() -> None:
+    server = _serving("a")
+    server.refusals["a"] = _UNSUITABLE
+    assert server.supervisor.reload("a")
+    server.after(1, "FAILED a")
+    assert server.supervisor.snapshot.models == {"a": ""}
+
+
 def test_warnings_are_those_of_the_last_load() -> None:
     server = FakeServer("a")
     server.warned["a"] = ["model 'a': NUM_TREADS is unknown.", "slow"]

@@ -115,9 +115,12 @@ class TritonPythonModel:
         gc.enable()
         _check_numpy()
         engine = self._build(share)
+        self._request: list[pbtxt.JsonObject] = []
         if settings.options.warmup is not False:
             with runtime.mode(settings.options):
                 changed = warmup.run(engine, serving=True)
+                self._request = warmup.request(engine)
+            del engine.example
             if changed:
                 log.warning(
                     "the warm-up has changed %s of the model, which is built again without a"
@@ -132,9 +135,9 @@ class TritonPythonModel:
                     pass
         # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
-        # Not as the last step: a log message in transit while the load ends can hang Triton.
+        # Not as the last step: a log message in transit while the load ends can hang Triton. The
+        # metrics that follow wait until it has arrived.
         self._loaded = load.report(engine)
-        self._request = warmup.request(engine) if settings.options.warmup is not False else []
         log.info("instance %s serves %s.", settings.instance, json.dumps(self._loaded))
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = metrics.Publisher(engine, self._status)

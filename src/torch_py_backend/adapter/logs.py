@@ -20,7 +20,7 @@ from torch_py_backend.errors import BackendError, join_names
 log = logging.getLogger(__name__)
 
 _SERVER = os.getppid()
-# A longer text is cut: Triton passes log messages, which may have a client's, in shared memory.
+# A longer text, such as a client's, is cut: Triton passes log messages in shared memory.
 _MOST_CHARACTERS = 1 << 17
 
 

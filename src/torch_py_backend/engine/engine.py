@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """One loaded model, called from one thread; it places itself without a `device`.
 
+    `shared` shares its weights on a GPU; None: they are not shared there.
+
     Attributes:
         run: returns one outcome for each item, in order.
         stages: the stages of a call for one request, for streams.

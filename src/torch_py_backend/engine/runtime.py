@@ -43,7 +43,11 @@ def memory() -> list[tuple[int, int]]:
 
 
 def placement(config: ModelConfig) -> torch.device | None:
-    """Return the device of this instance and make it current; None for KIND_MODEL."""
+    """Return the device of this instance and make it current; None for KIND_MODEL.
+
+    Raises:
+        PlatformError: the config's GPU is not visible to this process, or torch cannot use it.
+    """
     if config.kind == "MODEL":
         return None
     if config.kind != "GPU":
@@ -67,7 +71,10 @@ def placement(config: ModelConfig) -> torch.device | None:
 
 
 def set_switches(options: Options, threads: Threads) -> None:
-    """Set PyTorch's switches of a process, in the thread that is going to run the model."""
+    """Set PyTorch's process-wide switches, once, before the model is loaded.
+
+    To be called in the thread that runs the model.
+    """
     torch.set_num_threads(threads.intra_op)
     # torch allows this once per process, before any parallel work.
     if torch.get_num_interop_threads() != threads.inter_op:
@@ -100,5 +107,8 @@ def keep_freed_memory() -> None:
 
 
 def mode(options: Options) -> AbstractContextManager[object]:
-    """Return the context of all calls of the model: another one would be compiled for again."""
+    """Return the context of a thread that calls the model, warm-up included.
+
+    Tensors made in inference mode have other dispatch keys, for which torch.compile recompiles.
+    """
     return torch.inference_mode() if options.inference_mode else torch.no_grad()

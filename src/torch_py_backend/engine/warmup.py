@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _REPEATS = 3
 # The most values of an input in `request`.
 _MOST_VALUES = 64
+_MOST_BYTES = 1 << 14
 # Errors that made-up values of the inputs may cause.
 _OF_VALUES = ForwardError | InputError
 
@@ -152,7 +153,7 @@ def sample(engine: Engine, rows: int) -> Item:
 def request(engine: Engine) -> list[JsonObject]:
     """Return the inputs of a request of one row, in the JSON of Triton's HTTP endpoint.
 
-    The data of a large input is a note on how many values it has.
+    The data of a large input is a note on how many values, or bytes, it has.
     """
     values, inputs = sample(engine, 1), []
     for spec in engine.config.inputs:
@@ -176,6 +177,8 @@ def _plain(element: object) -> object:
     Bytes that are no text, such as an image, are {"base64": …}; the endpoint takes no such JSON.
     """
     if isinstance(element, bytes):
+        if len(element) > _MOST_BYTES:
+            return f"{len(element)} bytes"
         try:
             return element.decode()
         except UnicodeDecodeError:
@@ -224,7 +227,7 @@ def check_rows(
     Triton forms batches of requests. Two rows, because the first one of a recurrent model, or
     behind a causal mask, does not depend on the others. Outputs of floating point are compared that
     are not random, and have the same sizes alone, unlike those that are padded to the longest row.
-    If they differ, it is a warning, and a ConfigError where auto-completion has chosen the batch.
+    If they differ, it is a warning, or a ConfigError where auto-completion has chosen the batch.
     """
     if rows < 2 or config.sequencing or config.decoupled or config.concatenates:  # noqa: PLR2004
         return

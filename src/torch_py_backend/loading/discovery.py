@@ -80,7 +80,8 @@ def find(config: ModelConfig) -> Artifact:
 
     The order is: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt,
     model.pt2. A state_dict belongs to the source file with the same stem, if there is one. A
-    model.py without a module comes after a complete model.pt or model.pt2, and is imported.
+    model.py without a module comes after a complete model.pt or model.pt2, before which it is
+    imported.
     """
     folder, name = config.version_folder, config.options.weights or ""
     if ":" in (config.options.model_factory or ""):

@@ -117,7 +117,8 @@ def build_uninitialized(
 
     Drawing them takes seconds for each gigabyte, so the functions of `torch.nn.init` that draw do
     nothing meanwhile. The module is built again, with its values, after other random operations, or
-    if the file, which `saved` reads, does not fill all of its tensors: one may be computed of them.
+    if the file, which `saved` reads, does not fill all of its tensors: the others may be computed
+    from values that were not drawn.
     """
     random_state = torch.random.get_rng_state()
     # The second call raises an exception, too, or succeeds.

@@ -95,7 +95,8 @@ def find_pretrained(
             f"{folder} is a folder without a config.json of transformers",
             expected="a model's file, or a folder that save_pretrained wrote",
         ) from None
-    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    files = {path.name: path for path in paths if not path.name.startswith(".")}
     factory = {"MODEL_FACTORY": f"transformers:{architecture}"}
     needs: JsonObject = {"parameters": pbtxt.parameters(factory)}
     takes_texts = "tokenizer_config.json" in files and files.keys().isdisjoint({HOOKS, EXAMPLE})

@@ -92,7 +92,7 @@ def write_config(
 
 @contextlib.contextmanager
 def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
-    """Yield the path of a model folder to write, which replaces the target if the block ends.
+    """Yield the path of a model folder to write, which replaces the target unless the block raises.
 
     A server that watches the repository never sees a part of it. Raises ToolError if it cannot be
     written, or the target exists: only `force` replaces a model folder with the version 1 alone.

@@ -241,8 +241,9 @@ class HookedPipeline:
 
     def _convert(self, name: str, part: Tree) -> Tree:
         """Convert a list or a number to the output's type without loss."""
-        converts = isinstance(part, list | tuple | int | float | np.generic)
-        if name not in self._specs or not converts:
+        if isinstance(part, np.generic):
+            part = part.item()
+        if name not in self._specs or not isinstance(part, list | tuple | int | float):
             return part
         spec = self._specs[name]
         if spec.dtype.torch is None:

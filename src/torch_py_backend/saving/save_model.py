@@ -53,7 +53,7 @@ def save_model(
     is written only if the saved model has the answers of the module for the example.
 
     Args:
-        module: the module, which is saved in eval mode.
+        module: the module, which is saved in eval mode. It is not changed.
         path: the folder to write, `repository/name`.
         example_inputs: valid arguments of `forward()`: a tensor, a tuple of positional arguments,
             or a dict of arguments by name; tensors, or dicts, lists and tuples of tensors. With

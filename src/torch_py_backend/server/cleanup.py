@@ -45,7 +45,7 @@ class ServerFolder:
             # Locked before it is written: `sweep` ignores an empty file.
             fcntl.flock(owner, fcntl.LOCK_EX)
             os.write(owner, os.fsencode(self.path))
-            # systemd-tmpfiles, which removes old files, leaves locked folders alone; NFS locks none
+            # systemd-tmpfiles, which removes old files, leaves locked folders alone
             folder = os.open(self.path, os.O_RDONLY)
             stack.callback(os.close, folder)
             with contextlib.suppress(OSError):

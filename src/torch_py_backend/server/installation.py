@@ -73,7 +73,10 @@ def uninstall(backends: Path, name: str) -> bool:
 
 
 def refuse_in_shell(path: str) -> None:
-    """Raise ToolError for a path that Triton 24.10, which would wait forever, puts into a shell."""
+    """Raise ToolError for a path with characters of a shell.
+
+    Triton 24.10 passes paths to a shell without quotes, and would wait forever.
+    """
     if match := _SHELL.search(path):
         raise ToolError(
             f"'{path}' has the character {match[0]!r}; Triton starts processes through a shell,"
@@ -82,9 +85,10 @@ def refuse_in_shell(path: str) -> None:
 
 
 class TritonInstallation:
-    """A tritonserver: this, or on PATH, in /opt/tritonserver, or in the wheel nvidia-pytriton.
+    """A tritonserver: `executable`, or one on PATH, in /opt/tritonserver, or in nvidia-pytriton.
 
-    ToolError: none is installed, or it lacks its parts.
+    Raises:
+        ToolError: none is installed, or it lacks its parts.
 
     Attributes:
         python_backend: the folder with libtriton_python.so and Triton's utilities.

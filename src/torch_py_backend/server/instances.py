@@ -33,7 +33,7 @@ class InstanceFailure(NamedTuple):
 
 
 class InstanceMonitor:
-    """Monitors the processes that have a status file in a folder. For use in one thread.
+    """Monitors the processes that have a status file in a folder. `check` is for one thread.
 
     The time limit for loading an instance holds for loads through Triton's API, too.
     """

@@ -152,7 +152,11 @@ class Supervisor:
         elif model.phase is not Phase.SERVING or model.call is not None:
             return False
         else:
-            model.call = self.client.load(name, self.load_seconds)
+            try:
+                model.call = self.client.load(name, self.load_seconds)
+            except ToolError as error:  # a name that it cannot have been loaded with from here
+                self.on_event(Event("FAILED", name, str(error)))
+                return True
         self.on_event(Event("CHANGED", name, why))
         return True
 
