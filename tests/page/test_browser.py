@@ -78,10 +78,15 @@ _MODELS = (
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("page") / "repository"
     for model in _MODELS:
         model.lay_out(repository)
+    return repository
+
+
+@pytest.fixture(scope="module")
+def served(repository: Path) -> Iterator[Supervised]:
     key = {"TORCH_PY_BACKEND_ADMIN_KEY": _KEY}
     with supervised.serve(repository, "--restrict=model-repository", **key) as server:
         server.wait_loaded()
@@ -116,6 +121,7 @@ def _open(page: Page, model: str) -> None:
     ("model", "value", "answer"),
     [
         ("numbers", "1, 2, 3, 4.5", "2, 4, 6, 9"),
+        ("numbers", "3e38, -3e38, 0, 1", "Infinity, -Infinity, 0, 2"),
         ("halves", "0.5, -65504", "1, -Infinity"),
         ("integers", "9007199254740992", "9007199254740993"),
         ("large", "ones", "50000"),
@@ -146,6 +152,35 @@ def test_an_image_is_sent_and_shown(page: Page, tmp_path: Path) -> None:
             expect(page.locator("#answer .values")).to_have_text('""')
             _open(page, "numbers")
             _open(page, "images")
+
+
+def test_other_files_are_no_images(page: Page, tmp_path: Path) -> None:
+    _open(page, "images")
+    (tmp_path / "a.wav").write_bytes(b"RIFF\4\0\0\0WAVE")
+    page.get_by_label("or a file").set_input_files(tmp_path / "a.wav")
+    expect(page.locator("#inputs")).to_contain_text("12 bytes")
+
+
+def test_a_late_answer_is_not_shown_below_another_model(page: Page) -> None:
+    _open(page, "numbers")
+    page.evaluate(
+        "() => { const send = fetch; window.fetch = async (url, options) => {"
+        " const answer = await send(url, options);"
+        " if (options.method) await new Promise((go) => setTimeout(go, 1000));"
+        " return answer; }; }"
+    )
+    page.get_by_role("button", name="Send").click()
+    _open(page, "large")
+    page.get_by_role("button", name="Send").wait_for()
+    page.wait_for_timeout(1500)
+    expect(page.locator("#answer")).to_be_hidden()
+    expect(page.locator("#sent")).to_be_empty()
+
+
+def test_an_address_that_names_no_model(page: Page) -> None:
+    page.goto("/#50%+%FF")
+    expect(page.locator("#notes")).to_have_text("This model does not exist.")
+    expect(page.locator("#name")).to_have_text("50%+\ufffd")
 
 
 @pytest.mark.parametrize("model", ["numbers", "texts", "ticker"])
@@ -188,10 +223,20 @@ def test_a_killed_instance_is_seen_down_and_up(page: Page, served: Supervised) -
     expect(page.locator("#answer")).to_contain_text("y")
 
 
-def test_models_are_unloaded_and_loaded_with_the_admin_key(page: Page, served: Supervised) -> None:
+def test_models_are_unloaded_and_loaded_with_the_admin_key(
+    page: Page, served: Supervised, repository: Path
+) -> None:
     _open(page, "victim")
-    page.get_by_role("button", name="Unload").click()
+    page.get_by_label("Values").fill("1, 2, 3, 4")
+    page.get_by_label("Admin key").press_sequentially("schlüssel №")
+    # As a person clicks: the key is taken when the button is pressed, which must not move then.
+    page.get_by_role("button", name="Unload").click(delay=500)
+    expect(page.locator("#managed")).to_contain_text("fetch")
+    page.get_by_label("Admin key").fill("wrong")
+    page.get_by_label("Admin key").press("Enter")
+    page.get_by_role("button", name="Unload").click(delay=500)
     expect(page.locator("#managed")).to_contain_text("not the admin key")
+    expect(page.get_by_label("Values")).to_have_value("1, 2, 3, 4")
     page.get_by_label("Admin key").fill(_KEY)
     page.get_by_role("button", name="Unload").click()
     expect(page.locator("#notes .state")).to_have_text("This model is not loaded.", timeout=60000)
@@ -200,8 +245,12 @@ def test_models_are_unloaded_and_loaded_with_the_admin_key(page: Page, served: S
     assert "RELEASED victim" in served.text
     page.get_by_role("button", name="Load", exact=True).click()
     expect(page.locator("#notes .state")).to_have_text("This model serves.", timeout=60000)
+    for path in ("config.pbtxt", "1/model.py"):
+        file = repository / "victim" / path
+        file.write_text(re.sub(r"\bx\b", "z", file.read_text()))
     page.get_by_role("button", name="Reload").click()
     supervised.until(lambda: "CHANGED victim: requested on the page" in served.text, served)
+    expect(page.locator("#inputs")).to_contain_text("z FP32", timeout=60000)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch_py_backend.server import http_server, tritonserver
 
 _KEY = "gehéim"
 _CONFIGS = {
-    "plain ü": (8, False),
+    "plain ü?": (8, False),
     "ticker": (0, True),
 }
 
@@ -54,7 +54,7 @@ class _Triton(BaseHTTPRequestHandler):
         elif self.server.restricted and "admin-key" not in self.headers:
             self._send({"error": "This API is restricted"}, 403)
         else:
-            self._send(_config("ticker" if "ticker" in self.path else "plain ü"))
+            self._send(_config("ticker" if "ticker" in self.path else "plain ü?"))
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -147,22 +147,25 @@ def test_openapi_is_valid(opened: Opened) -> None:
     validate(document)
     assert status == 200
     assert [*document["paths"]] == [
-        "/v2/models/plain%20%C3%BC/infer",
-        "/v2/models/plain%20%C3%BC/generate",
+        "/v2/models/plain%20%C3%BC%3F/infer",
+        "/v2/models/plain%20%C3%BC%3F/generate",
         "/v2/models/ticker/generate_stream",
     ]
+    document = json.loads(opened.send("/openapi.json", headers={"Host": "[::1]:80"})[1])
+    assert document["servers"][0]["url"].startswith("http://[::1]:")
 
 
 def test_a_request_and_its_key_are_passed_on_to_triton(opened: Opened) -> None:
     """The key of the browser, never that of the server."""
     headers = {"Origin": f"http://{opened.host}", "Inference-Header-Content-Length": "2"}
-    for key in ({}, {"admin-key": "mine"}):
-        status, answer = opened.send("/models/plain%20%C3%BC/infer", b"abc", headers | key)
+    for key in ({}, {"admin-key": "mé"}):
+        status, answer = opened.send("/models/plain%20%C3%BC%3F/infer", b"abc", headers | key)
         line, _, text = answer.partition(b"\n")
         sent = json.loads(text)
         assert (status, json.loads(line), sent["size"]) == (200, [200, None], 3)
-        assert sent["headers"]["Inference-Header-Content-Length"] == "2"
+        assert sent["headers"]["inference-header-content-length"] == "2"
         assert sent["headers"].get("admin-key") == key.get("admin-key")
+        assert opened.triton.paths[-1] == "/v2/models/plain%20%C3%BC%3F/infer"
 
 
 def test_what_triton_restricts_needs_the_key(opened: Opened) -> None:

@@ -93,14 +93,16 @@ class ModelsPage:
     async def _states(self) -> AsyncIterator[bytes]:
         """Yield the state of all models; viewers share each event."""
         end = time.monotonic() + _EVENTS_S
-        while time.monotonic() < end:
+        while True:
             async with self._collecting:
                 if time.monotonic() >= self._due:
-                    state = {**self.state(), "key_header": self.key_header}
+                    state = self.state() | {"key_header": self.key_header, "time": time.monotonic()}
                     state["statistics"] = await self._get(None, "stats")
-                    self._event = b"retry: 200\ndata: %s\n\n" % json.dumps(state).encode()
+                    self._event = b"retry: 2000\ndata: %s\n\n" % json.dumps(state).encode()
                     self._due = time.monotonic() + _REFRESH_S / 2
             yield self._event
+            if time.monotonic() > end:
+                return
             await asyncio.sleep(_REFRESH_S)
 
     async def _details(self, request: Request) -> Response:
@@ -111,7 +113,7 @@ class ModelsPage:
 
     async def _openapi(self, request: Request) -> Response:
         configs = [await self._get(request, name, "config") for name in self.state()["models"]]
-        url = f"http://{request.url.hostname}:{self.ports[0]}"
+        url = f"http://{request.url.replace(port=self.ports[0]).netloc}"
         return JSONResponse(openapi.document([c for c in configs if "error" not in c], url))
 
     def _url(self, *path: str) -> str:
@@ -121,7 +123,7 @@ class ModelsPage:
 
     async def _get(self, request: Request | None, *path: str) -> JsonObject:
         """Return the JSON of one of Triton's endpoints, as a browser may see it."""
-        headers = self._headers(request) if request else {}
+        headers = self._headers(request) if request else []
         try:
             response = await self._client.get(self._url(*path), headers=headers, timeout=_GET_S)
             document: JsonObject = json.loads(response.content.decode(errors="replace"))
@@ -129,10 +131,10 @@ class ModelsPage:
             return {"error": "tritonserver does not answer"}
         return document
 
-    def _headers(self, request: Request) -> dict[str, str]:
+    def _headers(self, request: Request) -> list[tuple[bytes, bytes]]:
         """Return the headers of a request that are meant for Triton."""
-        names = (self.key_header, _LENGTH_HEADER)
-        return {name: request.headers[name] for name in names if name in request.headers}
+        names = (self.key_header.encode(), _LENGTH_HEADER.lower().encode())
+        return [header for header in request.headers.raw if header[0] in names]
 
     def _check(self, request: Request) -> tuple[str, str]:
         """Return the model and the action of a POST, if the page itself has sent it."""
@@ -143,7 +145,7 @@ class ModelsPage:
         model = request.path_params["model"]
         if model not in self.state()["models"]:
             raise HTTPException(404, "There is no such model.")
-        return model, request.url.path.rpartition("/")[2]
+        return model, request.scope["path"].rpartition("/")[2]
 
     async def _change(self, request: Request) -> Response:
         model, action = self._check(request)

@@ -26,7 +26,7 @@ def document(configs: Iterable[JsonObject], url: str) -> JsonObject:
             taken = {"application/json": {"schema": describe(config, "input")}}
             returned = {answered: {"schema": describe(config, "output")}}
             operation = {
-                "operationId": f"{endpoint}_{config['name']}",
+                "operationId": f"{config['name']}_{endpoint}",
                 "tags": [config["name"]],
                 "requestBody": {"required": True, "content": taken},
                 "responses": {

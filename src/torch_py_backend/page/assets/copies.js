@@ -2,7 +2,7 @@
 import { element } from "./elements.js";
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
-const NUMPY_TYPES = { BF16: "np.float32", BOOL: "np.bool_" };
+const NUMPY_TYPES = { BF16: "ml_dtypes.bfloat16", BOOL: "np.bool_" };
 const literal = JSON.stringify; // a string of JSON is one of Python, too
 
 function curl({ url, body, isStream, hasBytes, headerLength }) {
@@ -31,6 +31,7 @@ function python({ model, tensors, parameters, isStream, host, ports }) {
   const options = Object.entries(parameters).map(([key, value]) => `, ${key}=${value === true ? "True" : value}`);
   const lines = ["import numpy as np", `import tritonclient.${client}`, ""];
   lines.push(`client = tritonclient.${client}.InferenceServerClient("${host}:${ports[isStream ? 1 : 0]}")`);
+  if (tensors.some(({ datatype }) => datatype === "BF16")) lines.unshift("import ml_dtypes");
   lines.push("inputs = []");
   for (const made of tensors) {
     lines.push(`array = ${array(made)}`);
@@ -53,10 +54,9 @@ function copyable(title, text) {
   const code = element("pre", { tabIndex: 0, ariaLabel: title }, text);
   code.setAttribute("role", "region");
   const button = element("button", { type: "button" }, "Copy");
-  button.addEventListener("click", async () => {
-    getSelection().selectAllChildren(code); // a page without TLS has no clipboard
-    await navigator.clipboard?.writeText(text);
-    button.textContent = "Copied";
+  button.addEventListener("click", () => {
+    getSelection().selectAllChildren(code); // a page without TLS has no navigator.clipboard
+    button.textContent = document.execCommand("copy") ? "Copied" : "Selected";
   });
   return element("details", { open: title === "curl" }, element("summary", {}, title), button, code);
 }

@@ -5,6 +5,7 @@ import { element, replace } from "./elements.js";
 const rows = new Map(); // the rows of the table by model
 let state = { models: {}, key_header: "" };
 let trial = null;
+let loaded = ""; // the load that is shown
 
 // The sums of Triton's statistics over the versions of each model.
 function totals(statistics) {
@@ -89,15 +90,14 @@ class Row {
 }
 
 function update(event) {
-  const now = performance.now();
-  const seconds = (now - (state.at ?? now)) / 1000;
+  const before = state.time;
   state = JSON.parse(event.data);
-  state.at = now;
+  state.at = performance.now();
   const names = Object.keys(state.models);
   const sums = totals(state.statistics);
   for (const [name, model] of Object.entries(state.models)) {
     if (!rows.has(name)) rows.set(name, new Row(name));
-    rows.get(name).update(model, sums.get(name), seconds);
+    rows.get(name).update(model, sums.get(name), state.time - before);
   }
   for (const name of [...rows.keys()].filter((known) => !names.includes(known))) rows.delete(name);
   const shown = names.flatMap((name) => [rows.get(name).numbers, rows.get(name).notes]);
@@ -118,7 +118,9 @@ function report(text, isProblem) {
   line.classList.toggle("problem", isProblem);
 }
 
-const chosen = () => decodeURIComponent(location.hash.slice(1).replace(/%(?![\da-f]{2})/gi, "%25"));
+// Also of a % that is no code, which decodeURIComponent refuses.
+const chosen = () =>
+  new URLSearchParams(`name=${location.hash.slice(1).replace(/[+&]/g, encodeURIComponent)}`).get("name");
 
 // The part of the details that changes while they are open.
 function showState() {
@@ -139,44 +141,56 @@ function showState() {
   document.querySelector("#instances tbody").replaceChildren(...instances);
   document.querySelector("#manage [name=load]").textContent = model?.reason ? "Load" : "Reload";
   document.querySelector("#manage [name=unload]").disabled = Boolean(model?.reason);
-  // A model that was loaded meanwhile gets its form; one that is in use stays as it is.
-  if (model && !model.reason && trial?.model !== name) show();
+  if (model && !model.reason && loaded !== load(name)) show();
 }
 
 const describe = (entry) => `${entry.name}: ${entry.data_type.replace("TYPE_", "")} [${entry.dims.join(", ")}]`;
 
+// The load of a model, by the processes that have ended theirs.
+function load(name) {
+  const pids = (state.models[name]?.instances ?? []).map(({ pid, state }) => (state === "loading" ? "" : pid));
+  return [name, ...pids.filter(Boolean)].join(" ");
+}
+
 async function show() {
   const name = chosen();
-  trial = name ? { model: name } : null;
-  document.querySelector("#name").textContent = name;
-  document.querySelector("#form").hidden = true;
-  document.querySelector("#details").replaceChildren();
+  loaded = load(name);
+  const [title, form, details] = ["#name", "#form", "#details"].map((id) => document.querySelector(id));
+  if (title.textContent !== name) {
+    title.textContent = name;
+    form.hidden = true;
+    details.replaceChildren();
+    trial = null;
+  }
   showState();
   if (!name) return;
-  const response = await fetch(`models/${encodeURIComponent(name)}`, { headers: credentials() });
-  const { config, report: loaded, ports } = await response.json();
+  const { config, report, ports } = await fetch(`models/${encodeURIComponent(name)}`, { headers: credentials() })
+    .then((response) => response.json())
+    .catch((error) => ({ config: { error: error.message }, report: {} }));
   if (chosen() !== name) return;
   const facts = [];
   if (config.error) {
-    trial = state.models[name]?.reason ? null : trial; // tried again when it serves
+    loaded = ""; // tried again when it serves
     facts.push(["config", config.error]);
   } else {
     const batch = config.max_batch_size ? `at most ${config.max_batch_size} rows` : "none";
     facts.push(...config.input.map((entry) => ["input", describe(entry)]));
     facts.push(...config.output.map((entry) => ["output", describe(entry)]));
     facts.push(["batch", `${batch}${config.dynamic_batching ? ", formed of requests" : ""}`]);
-    const form = document.querySelector("#form");
-    trial = new Trial(form, name, config, loaded.request ?? [], ports, credentials);
+    // A form that is in use stays as it is, unless it is that of another load.
+    const facets = JSON.stringify([config.input, config.output, config.max_batch_size, report.request, ports]);
+    if (trial?.facets !== facets) trial = new Trial(form, name, config, report.request ?? [], ports, credentials);
+    trial.facets = facets;
     form.hidden = false;
   }
   for (const key of ["artifact", "weights", "device", "threads"]) {
-    if (loaded[key] !== undefined) facts.push([key, `${loaded[key]}`.replace(",", ", ")]);
+    if (report[key] !== undefined) facts.push([key, `${report[key]}`.replace(",", ", ")]);
   }
-  for (const [option, value] of Object.entries(loaded.options ?? {})) {
+  for (const [option, value] of Object.entries(report.options ?? {})) {
     facts.push([option, typeof value === "string" ? value : JSON.stringify(value)]);
   }
   const list = facts.flatMap(([key, text]) => [element("dt", {}, key), element("dd", {}, text)]);
-  document.querySelector("#details").replaceChildren(...list);
+  details.replaceChildren(...list);
 }
 
 function credentials() {
@@ -184,13 +198,11 @@ function credentials() {
   return key ? { [state.key_header]: key } : {};
 }
 
-async function manage(event) {
-  event.preventDefault();
-  const action = event.submitter?.name ?? "load";
+async function manage(action) {
   const url = `models/${encodeURIComponent(chosen())}/${action}`;
-  const response = await fetch(url, { method: "POST", headers: credentials() });
-  const output = document.querySelector("#managed");
-  output.textContent = response.ok ? `The ${action} has begun.` : await response.text();
+  document.querySelector("#managed").textContent = await fetch(url, { method: "POST", headers: credentials() })
+    .then((response) => (response.ok ? `The ${action} has begun.` : response.text()))
+    .catch((error) => error.message);
 }
 
 function connect() {
@@ -202,7 +214,8 @@ function connect() {
   };
 }
 
-document.querySelector("#manage").addEventListener("submit", manage);
+document.querySelector("#manage").addEventListener("submit", (event) => event.preventDefault());
+document.querySelectorAll("#manage button").forEach((button) => (button.onclick = () => manage(button.name)));
 document.querySelector("#key").addEventListener("change", show);
 addEventListener("hashchange", async () => {
   await show();

@@ -6,8 +6,8 @@ const ARRAYS = {
   ...{ FP16: globalThis.Float16Array, BF16: Uint16Array, FP32: Float32Array, FP64: Float64Array },
   BOOL: Uint8Array,
 };
-// JSON cannot hold these exactly, or Triton does not write them.
-export const BINARY = ["BYTES", "FP16", "BF16", "INT64", "UINT64"];
+// JSON cannot hold all their values exactly, or Triton does not write them.
+export const BINARY = ["BYTES", "FP16", "BF16", "FP32", "FP64", "INT64", "UINT64"];
 const GENERATED = ["random", "zeros", "ones"];
 
 export const count = (shape) => shape.reduce((product, size) => product * size, 1);

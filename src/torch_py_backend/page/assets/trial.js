@@ -6,16 +6,24 @@ import { BINARY, count, outputs, request, tensor } from "./tensors.js";
 const SHOWN_VALUES = 200;
 const SHOWN_RESPONSES = 500;
 const LONGEST = 20000;
+const SEQUENCE = Math.ceil(Math.random() * 2 ** 48); // not that of a client
 const decoder = new TextDecoder();
-const IMAGES = { "\x89PNG": "image/png", "\xff\xd8\xff": "image/jpeg", GIF8: "image/gif", RIFF: "image/webp" };
+const IMAGES = { png: /^\x89PNG/, jpeg: /^\xff\xd8\xff/, gif: /^GIF8/, webp: /^RIFF.{4}WEBP/s };
 
 function imageType(bytes) {
-  const start = String.fromCharCode(...bytes.subarray(0, 4));
-  return Object.entries(IMAGES).find(([signature]) => start.startsWith(signature))?.[1];
+  const start = String.fromCharCode(...bytes.subarray(0, 12));
+  const type = Object.keys(IMAGES).find((name) => IMAGES[name].test(start));
+  return type && `image/${type}`;
 }
 
 function image(bytes, type) {
   return element("img", { src: URL.createObjectURL(new Blob([bytes], { type })), alt: "the image" });
+}
+
+function renewed(element) {
+  const made = element.cloneNode(false);
+  element.replaceWith(made);
+  return made;
 }
 
 // The controls for one input, filled with its example or with made-up values.
@@ -93,23 +101,23 @@ export class Trial {
     const example = (name) => examples.find((entry) => entry.name === name);
     this.inputs = config.input.map((entry) => new Input(entry, isBatch, example(entry.name)));
     form.querySelector("#inputs").replaceChildren(...this.inputs.map((input) => input.fields));
-    this.answer = form.querySelector("#answer");
-    this.answer.hidden = true;
+    // Not those of the model before, whose answer may still come.
+    [this.answer, this.line] = ["#answer", "#sent"].map((id) => renewed(form.querySelector(id)));
+    form.querySelector("button").disabled = false;
     form.onsubmit = (event) => this.send(event);
     form.oninput = () => this.showCopies();
     this.showCopies();
   }
 
   report(text, isProblem = false) {
-    const line = this.form.querySelector("#sent");
-    line.textContent = text;
-    line.classList.toggle("problem", isProblem);
+    this.line.textContent = text;
+    this.line.classList.toggle("problem", isProblem);
   }
 
   // Return the body for one endpoint. Over HTTP, streams take the JSON of "generate_stream".
   request(outputs) {
     const tensors = this.inputs.filter((input) => input.sent.checked).map((input) => input.tensor());
-    const parameters = this.config.sequence_batching ? { sequence_id: 1, sequence_start: true, sequence_end: true } : {};
+    const parameters = this.config.sequence_batching ? { sequence_id: SEQUENCE, sequence_start: true, sequence_end: true } : {};
     if (!this.isStream) return { tensors, parameters, ...request(tensors, parameters, outputs) };
     if (tensors.some((made) => made.bytes)) throw new Error("Triton's generate_stream takes no binary values; use gRPC");
     const list = (values) => (values.length === 1 ? values[0] : `[${values.join(", ")}]`);
@@ -152,7 +160,7 @@ export class Trial {
       if (bytes.length) headers["Inference-Header-Content-Length"] = `${new TextEncoder().encode(json).length}`;
       const response = await fetch(this.endpoint, { method: "POST", headers, body: new Blob([json, ...bytes]) });
       if (!response.ok) throw new Error(await response.text());
-      this.answer.hidden = false;
+      this.answer.replaceChildren();
       const number = await (this.isStream ? this.showStream(response) : this.show(response));
       const elapsed = performance.now() - began;
       this.report(`${number}${elapsed.toFixed(elapsed < 10 ? 1 : 0)} ms${elapsed > 9900 ? "; cut off here" : ""}`);
@@ -176,7 +184,6 @@ export class Trial {
   // Show the responses of a stream as they come; return how many they are.
   async showStream(response) {
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    this.answer.replaceChildren();
     for (let [rest, status, responses] = ["", 0, 0]; ; ) {
       const { value, done } = await reader.read();
       const lines = (rest + (value ?? "\n")).split("\n");
