@@ -45,6 +45,9 @@ def test_restrictions_are_as_documented(tmp_path: Path) -> None:
     assert "SECRET" not in str(Server(tmp_path, key="SECRET")._options())
     with pytest.raises(ToolError, match="--restrict"):
         Server(tmp_path, restrict=["trace:x"], key="SECRET")
+    for key in ("geheim ü", "a\nb"):
+        with pytest.raises(ToolError, match="the admin key"):
+            Server(tmp_path, restrict=["trace"], key=key)
 
 
 def test_each_0_becomes_another_free_port() -> None:

@@ -76,6 +76,8 @@ class Server:
         self._triton = TritonInstallation(self.executable)
         if not all(re.fullmatch(r"[a-z-]+", name) for name in self.restrict):
             raise ToolError(f"--restrict has {self.restrict}; expected names of endpoints.")
+        if self.restrict and not (self.key.isascii() and self.key.isprintable()):
+            raise ToolError("the admin key has characters that no header holds; expected ASCII.")
         self.repository = self.repository.absolute()
         self.ports = choose_ports(self.address, self.ports)
         host = _WILDCARDS.get(self.address, self.address)
