@@ -32,8 +32,8 @@ class Limit(NamedTuple):
 
 LIMITS = {
     "src": Limit("lines of src", 13_000),
-    "tests": Limit("lines of tests", 23_000),
-    "words": Limit("words of docs, CONTRIBUTING and README", 18_000),
+    "tests": Limit("lines of tests", 21_850),
+    "words": Limit("words of docs, CONTRIBUTING and README", 17_350),
     "longest": Limit("longest file of src, lines", 400),
     "tokens": Limit("tokens per line of code in src", 8.5),
     "prose": Limit("docstrings and comments, % of lines of src", 14, at_least=True),
