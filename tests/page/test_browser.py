@@ -24,6 +24,8 @@ pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(_CHROMIUM is None, reason="needs Debian's package chromium"),
 ]
+# For root, a small /dev/shm, and machines without a network.
+_FLAGS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking"]
 _KEY = "a key"
 _DECOUPLED = "model_transaction_policy { decoupled: true }\n"
 _PNG = (
@@ -96,7 +98,7 @@ def served(repository: Path) -> Iterator[Supervised]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=_CHROMIUM, args=_FLAGS)
         yield browser
         browser.close()
 
