@@ -237,6 +237,7 @@ def test_a_model_that_is_refused_is_not_loaded_again() -> None:
     why = {"b": "stays down: no /srv/b/model.py", "c": f"stays down: {_UNSUITABLE}"}
     server.expect("FAILED c, READY a, FAILED b", "load a, load b", why)
     server.after(200, not_ready=why)
+    assert server.supervisor.snapshot.problem == ""
 
 
 def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
@@ -449,8 +450,20 @@ def test_a_model_with_a_name_that_cannot_be_loaded_again_serves_on() -> None:
     server = _serving("a")
     server.refusals["a"] = _UNSUITABLE
     assert server.supervisor.reload("a")
+    assert server.events[-1].text == str(_UNSUITABLE)
     server.after(1, "FAILED a")
     assert server.supervisor.snapshot.models == {"a": ""}
+
+
+def test_models_of_the_repository_that_are_not_to_serve() -> None:
+    server = FakeServer("a", "b")
+    server.supervisor.load(["a"])
+    server.step()
+    assert server.supervisor.snapshot.others == ["b"]
+    assert server.supervisor.reload("b", "on request")
+    assert str(server.events[-1]) == "CHANGED b: on request"
+    server.step()
+    assert server.supervisor.snapshot.others == []
 
 
 def test_warnings_are_those_of_the_last_load() -> None:
