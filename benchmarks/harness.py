@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import signal
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +26,9 @@ from benchmarks.payloads import Payload
 from torch_py_backend.errors import ToolError
 from torch_py_backend.server import Server
 
+_SERVE = "from torch_py_backend.cli import app; app()"
+_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
+_SERVING = re.compile(r"serving on \S+ and grpc://(\S+);.* readiness on http://(\S+)/ready")
 Pair: TypeAlias = tuple[Point, Point]
 """A turn of our server and the following turn of the other one."""
 Connection: TypeAlias = tuple[Send, ReadStatistics | None]
@@ -45,6 +53,34 @@ def served(repository: Path, *arguments: str) -> Iterator[Server]:
             if not state.ready:
                 raise ToolError(f"{name} was not loaded: {state.reason}")
         yield server
+
+
+@contextlib.contextmanager
+def supervised(
+    repository: Path, *arguments: str
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Run `torch-py-backend serve` on a repository until all models have been loaded.
+
+    Yields its process, and the host and port of gRPC and of the page.
+    """
+    command = [sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments]
+    process = subprocess.Popen(  # noqa: S603  this Python, this package
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert process.stdout is not None  # noqa: S101  it is a pipe
+        match = None
+        while match is None:
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit("the server did not start")
+            match = _SERVING.search(line)
+        # Its further output is discarded, so that it does not wait for a reader.
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        yield process, match[1], match[2]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:

@@ -10,14 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import re
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,40 +24,20 @@ from benchmarks.load_generator import Point
 from benchmarks.models import MODELS
 from benchmarks.tables import spread
 
-_SERVE = "from torch_py_backend.cli import app; app()"
-_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
-_SERVING = re.compile(r"serving on \S+ and grpc://(\S+);.* readiness on http://(\S+)/ready")
 _VIEWERS = """
 import sys, threading, urllib.request
 def view():
+    seen = threading.Event()
     while True:
         with urllib.request.urlopen(sys.argv[1]) as events:
             while events.readline():
-                pass
+                if not seen.is_set():
+                    print("an event", flush=True)
+                    seen.set()
 threads = [threading.Thread(target=view) for _ in range(int(sys.argv[2]))]
 [thread.start() for thread in threads]
 """
 _IN_FLIGHT = 32
-
-
-@contextlib.contextmanager
-def _served(repository: Path) -> Iterator[tuple[str, str]]:
-    """Run `serve`; yield its gRPC address and that of its page once all models serve."""
-    command = [sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS]
-    process = subprocess.Popen(  # noqa: S603  this Python, this package
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None  # noqa: S101
-    try:
-        for line in process.stdout:
-            if match := _SERVING.search(line):
-                threading.Thread(target=process.stdout.read, daemon=True).start()
-                yield match[1], match[2]
-                return
-        raise SystemExit("the server did not start")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(120)
 
 
 async def _measure(
@@ -74,9 +49,11 @@ async def _measure(
 
         async def viewed() -> Point:
             command = [sys.executable, "-c", _VIEWERS, f"http://{page}/events", str(viewers)]
-            process = await asyncio.create_subprocess_exec(*command)
-            await asyncio.sleep(1)  # all have connected
+            process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+            assert process.stdout is not None  # noqa: S101  it is a pipe
             try:
+                for _ in range(viewers):
+                    await process.stdout.readline()
                 return await turn()
             finally:
                 process.kill()
@@ -95,7 +72,7 @@ def main(words: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(settings.models):
             repositories.write("add", Path(folder), served=f"add_{number}" if number else "add")
-        with _served(Path(folder)) as (grpc, page):
+        with harness.supervised(Path(folder)) as (_, grpc, page):
             actual = clients.answer(Endpoint("add", "grpc", grpc, "add"))
             np.testing.assert_allclose(actual, MODELS["add"].expected().numpy(), rtol=1e-5)
             measured = _measure(grpc, page, settings.viewers, settings.pairs, settings.seconds)

@@ -13,14 +13,10 @@ import argparse
 import contextlib
 import itertools
 import os
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +46,6 @@ instance_group [{{ kind: KIND_CPU count: {count} }}]
 # Name, and how many instances.
 _VICTIMS = {"one": 1, "two": 2}
 _OTHER = "other"
-_SERVE = "from torch_py_backend.cli import app; app()"
-_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
-_SERVING = re.compile(r"serving on \S+ and grpc://(\S+);")
 _LONGEST_S = 120.0
 
 
@@ -61,38 +54,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output", type=Path, help="a file whose table is replaced, or appended")
     settings = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, _server(Path(folder)) as (process, address):
-        text = _measure(psutil.Process(process.pid), address, settings.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, count in {**_VICTIMS, _OTHER: 1}.items():
+            config = _CONFIG.format(count=count)
+            harness.write_model(Path(folder, name), config, {"model.py": _CODE})
+        # More kills than a model should ever need.
+        with harness.supervised(Path(folder), "--restarts=100000") as (process, address, _):
+            text = _measure(psutil.Process(process.pid), address, settings.rounds)
     print(text)
     if settings.output is not None:
         write_table(settings.output, "recovery", text)
-
-
-@contextlib.contextmanager
-def _server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    for name, count in {**_VICTIMS, _OTHER: 1}.items():
-        harness.write_model(folder / name, _CONFIG.format(count=count), {"model.py": _CODE})
-    # More kills than a model should ever need.
-    command = [sys.executable, "-c", _SERVE, "serve", str(folder), *_PORTS, "--restarts=100000"]
-    process = subprocess.Popen(  # noqa: S603  this Python, this package
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        yield process, _address(process)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(_LONGEST_S)
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    """Return the address of the server once its models are loaded; discard its further output."""
-    assert process.stdout is not None  # noqa: S101
-    for line in process.stdout:
-        match = _SERVING.search(line)
-        if match:
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            return match[1]
-    raise SystemExit("the server did not start")
 
 
 def _measure(serve: psutil.Process, address: str, rounds: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import signal
 import venv
@@ -202,8 +203,12 @@ def test_a_python_without_torch_is_named(tmp_path: Path) -> None:
         if not path.name.startswith("torch") and not (site / path.name).exists():
             (site / path.name).symlink_to(path)
     (site / "ours.pth").write_text(f"{Path(torch_py_backend.__file__).parents[1]}\n")
-    with supervised.serve(tmp_path / "repository", python=python) as served:
+    with supervised.serve(tmp_path / "repository", "--no-page", python=python) as served:
         served.wait_loaded()
+        assert not re.search("^page ", served.log, re.MULTILINE)
+        with pytest.raises(json.JSONDecodeError):
+            served.ask("/")  # not found
+        assert served.ask("/live") == (200, {"live": True})
         assert "Started GRPCInferenceService" in served.log  # --verbose prints Triton's log
         assert (
             f"FAILED  negate: {python}, which Triton's stub runs, has no torch."

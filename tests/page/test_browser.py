@@ -223,6 +223,8 @@ def test_a_killed_instance_is_seen_down_and_up(page: Page, served: Supervised) -
     expect(page.locator("#instances tbody")).not_to_contain_text(str(stub.pid))
     page.get_by_role("button", name="Send").click()  # the form that was open all the while
     expect(page.locator("#answer")).to_contain_text("y")
+    row = page.get_by_role("row").filter(has_text="victim").first
+    expect(row).to_contain_text(re.compile(r"serves.*\d ms.*1 · \d+ MB"))
 
 
 def test_models_are_unloaded_and_loaded_with_the_admin_key(

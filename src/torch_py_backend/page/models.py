@@ -50,7 +50,7 @@ class ModelsPage:
     Attributes:
         address: host and port of Triton's HTTP endpoint, for this process.
         ports: those of Triton's HTTP and gRPC endpoints, for clients.
-        key_header, key: the header of the admin key, and its value; empty: there is none.
+        key_header, key: the header with the admin key, and the key; an empty one fits no request.
         state: returns a problem of the server, and the state of each model by name.
         report: returns what a model reported when it was loaded.
         change: requests "load" or "unload" of a model.
