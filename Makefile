@@ -78,8 +78,8 @@ gpu:
 	$(GPU_RUN) benchmarks.serving --device cuda --against floor,plain --seconds 1 --pairs 3
 
 # What that machine may lack, a tritonserver among it, for the version of its Python.
-gpu-site:
-	$(PYTHON) -m benchmarks.gpu_site --python $(GPU_PYTHON)
+gpu-site: $(VENV)/installed
+	$(BIN)/python -m benchmarks.gpu_site --python $(GPU_PYTHON)
 
 # The documentation as a site, in site/; a page, link or heading that is missing is an error.
 docs: $(VENV)/installed

@@ -9,6 +9,7 @@ gpu` unpacks it.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,11 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 _ROOT = Path(__file__).parents[1]
-# With their dependencies, none of which is torch: clients, the command line, what tests import.
-PACKAGES = (
-    "numpy<2", "safetensors", "ml_dtypes", "tritonclient[grpc,http]", "psutil", "rich", "typer",
-)  # fmt: skip
+# What tests and benchmarks import beside the package's own requirements.
+TESTS = ("numpy<2", "ml_dtypes", "tritonclient[grpc,http]")
 # Without: only its server is packed.
 SERVER = "nvidia-pytriton>=0.7,<0.8"
 _PLATFORMS = ("manylinux_2_35", "manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux1")
@@ -29,12 +30,22 @@ _UNUSED = ("**/__pycache__", "**/tests", "bin", "**/*.pyi", "**/*.pyx", "**/*.c"
 MOST_BYTES = 60 * 1000 * 1000
 
 
+def own_requirements() -> list[str]:
+    """Return what this package and its command line require, but torch."""
+    required = map(Requirement, importlib.metadata.requires("torch-py-backend") or ())
+    return [
+        str(one).partition(";")[0]
+        for one in required
+        if one.name != "torch" and (one.marker is None or one.marker.evaluate({"extra": "serve"}))
+    ]
+
+
 def install(site: Path, python: str) -> None:
     """Install the packages for a version of Python, such as 3.12, into a folder."""
     words = ["--quiet", "--target", str(site), "--constraint", str(_ROOT / "constraints.txt")]
     words += ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
     words += [f"--platform={platform}_x86_64" for platform in _PLATFORMS]
-    for packages in (PACKAGES, ("--no-deps", SERVER)):
+    for packages in ((*TESTS, *own_requirements()), ("--no-deps", SERVER)):
         command = [sys.executable, "-m", "pip", "install", *words, *packages]
         subprocess.run(command, check=True)  # noqa: S603  this Python
 

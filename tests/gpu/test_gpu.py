@@ -194,7 +194,6 @@ def test_an_answer_is_the_same_in_a_batch_and_not_changed_by_the_next_one(
 _INSTANCE = """
 import json, sys
 import fake_triton
-import instances
 sys.modules["triton_python_backend_utils"] = fake_triton
 import numpy as np
 from torch_py_backend.adapter import TritonPythonModel
@@ -218,8 +217,8 @@ model.finalize()
 
 
 def _start(start: Start, arguments: dict[str, str], width: int = 4, name: str = "net") -> Child:
-    """Start an instance on the GPU."""
-    arguments = arguments | {"model_instance_kind": "GPU", "model_instance_name": name}
+    """Start an instance."""
+    arguments = arguments | {"model_instance_kind": _KIND, "model_instance_name": name}
     return start(_INSTANCE, json.dumps(arguments), width)
 
 
@@ -229,6 +228,10 @@ def _answers(folder: Path, scenario: Scenario, *batches: list[float]) -> list[li
         instance = _start(start, fake_triton.arguments(scenario.lay_out(folder)))
         assert instance.hear() == "ready"
         return [json.loads(instance.ask(json.dumps(batch))) for batch in batches]
+
+
+def test_an_instance_of_its_own(tmp_path: Path) -> None:
+    assert _answers(tmp_path, _net(_DOUBLE), [1.0, 2.0]) == [[[2.0, 4.0], True]]
 
 
 # An index beyond the end is a device-side assertion.
