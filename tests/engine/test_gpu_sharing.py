@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import build
 import engines
@@ -121,6 +122,17 @@ def test_values_of_the_owner(make: Callable[[], nn.Module], join: Join) -> None:
     values = sharing.named(sharer)
     for name, weight in sharing.named(owner).items():
         assert torch.equal(values[name], weight)
+
+
+def test_a_sharer_frees_the_memory_that_a_graph_was_loaded_into(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "empty_cache", freed)
+    join(nn.Linear(4, 3))
+    freed.assert_not_called()
+    join(nn.Linear(4, 3))
+    freed.assert_called_once_with()
 
 
 class Unexported(torch.Tensor):

@@ -92,6 +92,7 @@ class SharedWeights:
             for name, tensor in named(module).items():
                 # In place, as Module.to() does it, which would copy the weights of RNNs once more.
                 tensor.data = self._weights.get(name, tensor).to(self._device)
+            torch.cuda.empty_cache()  # of the weights that a graph was loaded with
             return
         offered = {
             name: weight.detach()
