@@ -136,7 +136,3 @@ def instance(
         child = start(code, folder, model, limit, *words, **variables)
         assert child.hear() == "published"
         yield child.process
-
-
-def ended(process: subprocess.Popen[str]) -> None:
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

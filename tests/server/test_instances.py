@@ -6,10 +6,12 @@ import contextlib
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from children import ended, instance
+from children import instance
 
 from torch_py_backend.server import cleanup, instances
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
@@ -20,158 +22,127 @@ def monitor(tmp_path: Path) -> InstanceMonitor:
     return InstanceMonitor(tmp_path, load_seconds=1)
 
 
-def _next_failure(monitor: InstanceMonitor) -> InstanceFailure:
-    for _ in range(6000):
-        failures = monitor.check()
-        if failures:
-            (failure,) = failures
-            return failure
-        time.sleep(0.01)
-    raise AssertionError("no failure")
+@pytest.fixture
+def publish(tmp_path: Path) -> Iterator[Any]:
+    """Starts processes that publish a status in the monitored folder."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *words, **options: stack.enter_context(instance(tmp_path, *words, **options))
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "stays"),
-    [
-        ("torch_py_backend_0123456789ab_5f-e", "status.busy()", False),
-        ("torch_py_backend_0123456789ab_5f-e", "status.ended()", True),
-        ("another_5f-e", "status.busy()", True),
-    ],
-    ids=["died", "ended normally", "another's"],
-)
+def _go_on(process: subprocess.Popen[str]) -> None:
+    """Send a process the line that it waits for."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
 def test_shared_memory_of_a_dead_instance(
-    name: str,
-    status: str,
-    stays: bool,
-    monitor: InstanceMonitor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monitor: InstanceMonitor, publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton would keep it until the server ends. Damaged status files are ignored."""
     (tmp_path / "1.status").write_bytes(b"?")
     (tmp_path / "2.status").mkdir()
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    monkeypatch.setattr(cleanup, "SHARED_MEMORY", shared)
-    region = shared / name
-    region.write_bytes(b"?")
-    with instance(tmp_path, f"status.idle(); {status}", "model.py", name, "1048576") as process:
-        assert monitor.check() == []
-        assert region.exists()
+    monkeypatch.setattr(cleanup, "SHARED_MEMORY", tmp_path)
+    dies, ends, others = "torch_py_backend_0_5f-e", "torch_py_backend_0_60-e", "another_5f-e"
+    processes = []
+    for region, then in ((dies, ""), (others, ""), (ends, "input(); status.ended()")):
+        (tmp_path / region).touch()
+        processes.append(publish("status.idle()", "model.py", region, "1048576", then=then))
+    assert monitor.check() == []
+    _go_on(processes[2])
+    while (tmp_path / f"{processes[2].pid}.status").exists():
+        time.sleep(0.01)
+    for process in processes:
         process.kill()
-        ended(process)
-        # A normal end, as when Triton unloads a model, is no failure.
-        assert len(monitor.check()) == ("ended" not in status)
-    assert region.exists() is stays
+        process.wait()
+    # A normal end, as when Triton unloads a model, is no failure.
+    failed = {failure.identity.pid for failure in monitor.check()}
+    assert failed == {processes[0].pid, processes[1].pid}
+    assert {path.name for path in tmp_path.glob("*-e")} == {others, ends}
 
 
-@pytest.mark.parametrize(
-    ("what", "then", "says"),
-    [
-        ("status.idle()", "os.kill(os.getpid(), 9)", "was ended by SIGKILL (a kill, or"),
-        ("status.idle()", "os.kill(os.getpid(), 7)", "was ended by SIGBUS (is /dev/shm full?)"),
-        ("status.busy()", "os._exit(0)", "died"),
-        ("pass", "os._exit(3)", "ended with exit code 3 while it was loaded"),
-        ("status.busy()", "", "hung: a call took longer than EXECUTION_TIMEOUT_MS, 30 ms"),
-        ("status.idle()", "os.kill(os.getpid(), signal.SIGSTOP)", "was stopped for 2 s"),
-        ("pass", "", "took longer than 1 s (--load-timeout) while it was loaded"),
-        ("status.poisoned('illegal address')", "", "cannot compute any more: illegal address"),
-    ],
+# Overwrites the variables of a process in its memory, as setproctitle does, once it was seen.
+_OVERWRITE = (
+    "input(); fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split();"
+    " start, end = map(int, fields[47:49]); ctypes.memset(start, 0, end - start); status.busy()"
 )
-def test_an_instance_that_fails_is_reported_once_and_killed(
-    what: str, then: str, says: str, monitor: InstanceMonitor, tmp_path: Path
+# What each instance publishes, what it does then, and what the failure says.
+_FAILURES = [
+    ("status.idle()", _OVERWRITE, "hung: a call took longer than EXECUTION_TIMEOUT_MS, 30 ms"),
+    ("status.busy()", "", "hung: a call took longer than EXECUTION_TIMEOUT_MS, 30 ms"),
+    ("status.idle()", "os.kill(os.getpid(), 9)", "was ended by SIGKILL (a kill, or"),
+    ("status.idle()", "os.kill(os.getpid(), 7)", "was ended by SIGBUS (is /dev/shm full?)"),
+    ("status.busy()", "os._exit(0)", "died"),
+    ("pass", "os._exit(3)", "ended with exit code 3 while it was loaded"),
+    ("status.idle()", "os.kill(os.getpid(), signal.SIGSTOP)", "was stopped for 2 s"),
+    ("pass", "", "took longer than 1 s (--load-timeout) while it was loaded"),
+    ("status.poisoned('illegal address')", "", "cannot compute any more: illegal address"),
+]
+
+
+def test_instances_that_fail_are_reported_once_and_killed(
+    monitor: InstanceMonitor, publish: Any, tmp_path: Path
 ) -> None:
-    limit = 30 if "hung" in says else 0
-    with (
-        instance(tmp_path, "status.idle()") as serving,
-        instance(tmp_path, what, then=then, limit=limit) as process,
-    ):
-        failure = _next_failure(monitor)
-        assert (failure.identity.pid, failure.in_load) == (process.pid, what == "pass")
+    serving = publish("status.idle()")
+    processes = [
+        publish(what, then=then, limit=30 if "hung" in says else 0)
+        for what, then, says in _FAILURES
+    ]
+    failures: list[InstanceFailure] = monitor.check()
+    _go_on(processes[0])
+    while len(monitor.instances("m")) > 1:
+        failures += monitor.check()
+        time.sleep(0.01)
+    assert len(failures) == len(processes)
+    reported = {failure.identity.pid: failure for failure in failures}
+    for process, (what, then, says) in zip(processes, _FAILURES, strict=True):
+        failure = reported[process.pid]
         assert failure.reason.startswith(f"instance m_0_0 {says}")
-        while len(monitor.instances("m")) > 1:
-            assert monitor.check() == []
-            time.sleep(0.01)
-        assert process.wait(60) == -signal.SIGKILL or then
-        assert serving.poll() is None
-        assert [path.stem for path in tmp_path.glob("*.status")] == [str(serving.pid)]
+        assert failure.in_load == (what == "pass")
+        assert process.wait(60) == -signal.SIGKILL or "os." in then
+    assert serving.poll() is None
+    assert [path.stem for path in tmp_path.glob("*.status")] == [str(serving.pid)]
 
 
-def test_instances_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instances_at_work_are_left_alone(
+    publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only calls have a limit; one during which no other thread runs is busy, not stopped."""
     monkeypatch.setattr(instances, "_STOPPED_S", 0.05)
     monitor = InstanceMonitor(tmp_path)
-    with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(instance(tmp_path, what, then=then, limit=limit))
-            for what, then, limit in (
-                ("pass", "", 1),
-                ("status.idle()", "", 1),
-                ("status.busy(); status.idle()", "", 1),
-                # PyDLL keeps the GIL during the call.
-                ("status.busy()", "ctypes.PyDLL(None).sleep(1000)", 600_000),
-            )
-        ]
-        for _ in range(20):
-            assert monitor.check() == []
-            time.sleep(0.01)
-        processes[1].send_signal(signal.SIGSTOP)  # as profilers do, for a moment
+    idle = publish("status.report({'warnings': ['old']}); status.busy(); status.idle()", limit=1)
+    other = publish("status.idle()", model="n")
+    monitor.check()
+    assert monitor.warnings("m") == ["old"]
+    assert monitor.models_with_instances() == {"m", "n"}
+    assert 0 < monitor.idle_seconds("m") < 60
+    assert monitor.idle_seconds("unknown") == 0
+    loading = publish("pass", limit=1)
+    # PyDLL keeps the GIL during the call.
+    busy = publish("status.busy()", then="ctypes.PyDLL(None).sleep(1000)", limit=600_000)
+    for _ in range(20):
         assert monitor.check() == []
-        processes[1].send_signal(signal.SIGCONT)
-        assert len(monitor.instances("m")) == 4
-        assert [process.poll() for process in processes] == [None] * 4
+        time.sleep(0.01)
+    assert monitor.warnings("m") == []  # of the newest
+    assert monitor.idle_seconds("m") == 0
+    idle.send_signal(signal.SIGSTOP)  # as profilers do, for a moment
+    assert monitor.check() == []
+    idle.send_signal(signal.SIGCONT)
+    assert len(monitor.instances("m")) == 3
+    monitor.disregard("m")
+    monitor.kill_idle("m")
+    assert idle.wait(60) == -signal.SIGKILL
+    assert monitor.check() == []
+    assert [process.poll() for process in (loading, busy, other)] == [None] * 3
 
 
-def test_what_the_instances_of_a_model_do(tmp_path: Path) -> None:
-    monitor = InstanceMonitor(tmp_path)
-    with (
-        instance(tmp_path, "status.report({'warnings': ['old']}); status.idle()") as idle,
-        instance(tmp_path, "status.idle()", model="n") as other,
-    ):
-        monitor.check()
-        assert monitor.warnings("m") == ["old"]
-        assert monitor.models_with_instances() == {"m", "n"}
-        assert 0 < monitor.idle_seconds("m") < 60
-        assert monitor.idle_seconds("unknown") == 0
-        with instance(tmp_path, "pass") as loading, instance(tmp_path, "status.busy()") as busy:
-            monitor.check()
-            assert monitor.warnings("m") == []  # of the newest
-            assert monitor.idle_seconds("m") == 0
-            monitor.disregard("m")
-            monitor.kill_idle("m")
-            assert idle.wait(60) == -signal.SIGKILL
-            assert monitor.check() == []
-            assert [process.poll() for process in (loading, busy, other)] == [None] * 3
-
-
-def test_processes_of_others_are_never_killed(monitor: InstanceMonitor, tmp_path: Path) -> None:
+def test_processes_of_others_are_never_killed(monitor: InstanceMonitor, publish: Any) -> None:
     """A file may name one: its process ID was used again."""
-    with (
-        instance(tmp_path, "status.busy()", limit=1, mark=False) as busy,
-        instance(tmp_path, "status.idle()", model="n", mark=False) as idle,
-    ):
-        assert {failure.identity.model for failure in monitor.check()} == {"m", "n"}
-        monitor.kill_idle("n")
-        monitor.check()
-        for process in (busy, idle):
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.05)
-
-
-# Overwrites the variables of a process in its memory, as setproctitle does.
-_OVERWRITE = (
-    "sys.stdin.readline(); fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split();"
-    " start, end = map(int, fields[47:49]); ctypes.memset(start, 0, end - start); status.busy()"
-)
-
-
-def test_an_instance_that_overwrites_its_environment_is_killed_if_it_hangs(
-    monitor: InstanceMonitor, tmp_path: Path
-) -> None:
-    with instance(tmp_path, "status.idle()", then=_OVERWRITE, limit=30) as process:
-        assert monitor.check() == []
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert "hung" in _next_failure(monitor).reason
-        assert process.wait(60) == -signal.SIGKILL
+    busy = publish("status.busy()", limit=1, mark=False)
+    idle = publish("status.idle()", model="n", mark=False)
+    assert {failure.identity.model for failure in monitor.check()} == {"m", "n"}
+    monitor.kill_idle("n")
+    monitor.check()
+    for process in (busy, idle):
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.05)
