@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import io
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +41,24 @@ _X, _Z, _A, _B, _SCALE = (floats(3, 2, seed=seed) for seed in range(5))
 _TOTAL = (_X + 10 * _Z + 100 * _A + 1000 * _B) * _SCALE
 
 
-@functools.cache
-def _program() -> bytes:
+def _save_program(folder: Path) -> None:
+    """Exported when it is needed: that takes a second."""
+
     def tensor() -> Tensor:  # each an object of its own
         return torch.rand(2, 2)
 
     args, kwargs = (tensor(), {"z": tensor(), "a": [tensor(), tensor()]}), {"scale": tensor()}
     batch = {0: torch.export.Dim("batch", min=1, max=64)}
     shapes = {"x": batch, "extra": {"z": batch, "a": [batch, batch]}, "scale": batch}
-    buffer = io.BytesIO()
-    torch.export.save(torch.export.export(Nested(), args, kwargs, dynamic_shapes=shapes), buffer)
-    return buffer.getvalue()
+    program = torch.export.export(Nested(), args, kwargs, dynamic_shapes=shapes)
+    torch.export.save(program, folder / "model.pt2")
 
 
-def _save_program(folder: Path) -> None:
-    """Exported when it is needed: that takes a second."""
-    (folder / "model.pt2").write_bytes(_program())
-
-
-def _nested(name: str, write: Writer, inputs: str, out: dict[str, Any], text: str = "") -> Scenario:
+def _nested(name: str, write: Writer, inputs: str, out: dict[str, Any]) -> Scenario:
     """Inputs are the second tensor of `a`, z, x, the first tensor of `a`, and scale."""
     values = dict(zip(inputs.split(), (_B, _Z, _X, _A, _SCALE), strict=True))
     listed = config({name: [2] for name in values}, {name: [2] for name in out})
-    return Scenario(name, write, text or listed, (Call(values, out),))
+    return Scenario(name, write, listed, (Call(values, out),))
 
 
 _NESTED_INPUTS = "ARGS[1][a][1] ARGS[1][z] ARGS[0] ARGS[1][a][0] KWARGS[scale]"
@@ -80,10 +73,9 @@ def _said(*texts: str) -> Call:
     return Call({"texts": sent}, {"OUTPUT__0": lengths, "OUTPUT__1": louder})
 
 
-def _not_text(refused: Refused) -> Call:
-    return Call({"texts": scenarios.strings([b"\xff"])}, refused)
-
-
+_NOT_TEXT = Call(
+    {"texts": scenarios.strings([b"\xff"])}, Refused(400, ("input 'texts' is not UTF-8",))
+)
 _EXAMPLE_FUNCTION = """
 
 
@@ -112,31 +104,13 @@ TABLE = (
     ),
     _nested("module_nested", scenarios.python(Nested), _NESTED_INPUTS, _NESTED_OUT),
     _nested("export_nested", _save_program, _NESTED_INPUTS, _NESTED_OUT),
-    _nested(
-        "complete_export_nested",
-        _save_program,
-        "ARGS[1][a][1] z x ARGS[1][a][0] scale",
-        {"total": _TOTAL, "OUTPUT__1": _X, "OUTPUT__2": _Z},
-        BARE,
-    ),
-    Scenario(
-        "torchscript_strings",
-        scenarios.script(Texts()),
-        config({"texts": ["STRING", 1]}, {"OUTPUT__0": ["INT64", 1], "OUTPUT__1": ["STRING", 1]}),
-        (
-            _not_text(Refused(500, ("forward() raised UnicodeDecodeError",))),
-            # With LibTorch every request in a batch gets the strings of the first one.
-            _said("z", "ab"),
-            _said("bcd"),
-        ),
-    ),
     Scenario(
         "complete_strings",
         scenarios.text(models.source(Texts) + _EXAMPLE_TEXTS),
         BARE,
         (
             _said("a", "bcd", "ef"),
-            _not_text(Refused(400, ("input 'texts' is not UTF-8",))),
+            _NOT_TEXT,
             _said("z"),
         ),
     ),

@@ -40,38 +40,34 @@ def _describe(folder: Path, **document: Any) -> str:
 
 
 class _Typed(nn.Module):
-    def forward(self, x: Tensor, ids: Tensor, *, mask: Tensor) -> dict[str, Any]:
+    def forward(self, x: Tensor, extra: dict[str, Any], *, mask: Tensor) -> dict[str, Any]:
         parts = None, 3, mask, x.to(torch.bfloat16)  # None and numbers are no outputs
-        return {"sum": x + ids[..., None], "parts": parts}
+        return {"sum": x + extra["ids"][..., None] + extra["more"][0][..., None], "parts": parts}
 
 
 def _listed(name: str, *dims: int, kind: str = "FP32") -> list[dict[str, Any]]:
     return [{"name": name, "data_type": f"TYPE_{kind}", "dims": [*dims]}]
 
 
-_OUT = "sum {0}-1, 4], OUTPUT__3 BOOL {0}1], OUTPUT__4 BF16 {0}-1, 4]"
-
-
-@pytest.mark.parametrize(
-    ("document", "described"),
-    [
-        ({}, f"x [-1, 4], ids INT64 [-1], mask BOOL [1] → {_OUT.format('[')} (64)"),
-        # Without a batch dimension, if the inputs are listed.
-        ({"input": _listed("x", -1, -1, 4)}, f"x [-1, -1, 4] → {_OUT.format('[-1, ')} (0)"),
-    ],
-    ids=["batch", "listed"],
-)
-def test_exported_program_describes_itself_and_its_example_is_not_read(
-    document: dict[str, Any], described: str, tmp_path: Path
-) -> None:
-    args = torch.rand(3, 5, 4), torch.ones(3, 5, dtype=torch.int64)
+def test_exported_program_describes_itself_and_its_example_is_not_read(tmp_path: Path) -> None:
+    ids, more = torch.ones(2, 3, 5, dtype=torch.int64)
     mask = torch.ones(3, 1, dtype=torch.bool)
     one, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", max=32)
-    shapes = {"x": {0: one, 1: length}, "ids": {0: one, 1: length}, "mask": {0: one}}
-    program = torch.export.export(_Typed(), args, {"mask": mask}, dynamic_shapes=shapes)
+    both = {0: one, 1: length}
+    program = torch.export.export(
+        _Typed(),
+        (torch.rand(3, 5, 4), {"ids": ids, "more": [more]}),
+        {"mask": mask},
+        dynamic_shapes={"x": both, "extra": {"ids": both, "more": [both]}, "mask": {0: one}},
+    )
     build.write(tmp_path, "example_inputs.safetensors", b"no such file")
     torch.export.save(program, tmp_path / "1" / "model.pt2")
-    assert _describe(tmp_path, **document) == described
+    inputs = "x [-1, 4], ids INT64 [-1], ARGS[1][more][0] INT64 [-1], mask BOOL [1]"
+    outputs = "sum {0}-1, 4], OUTPUT__3 BOOL {0}1], OUTPUT__4 BF16 {0}-1, 4]"
+    assert _describe(tmp_path) == f"{inputs} → {outputs.format('[')} (64)"
+    # Without a batch dimension, if the inputs are listed.
+    described = _describe(tmp_path, input=_listed("x", -1, -1, 4))
+    assert described == f"x [-1, -1, 4] → {outputs.format('[-1, ')} (0)"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
@@ -136,31 +132,27 @@ _TEXTS = "np.array([['a', 'b'], ['c', 'd']])"
 
 
 @pytest.mark.parametrize(
-    ("body", "example", "described"),
+    ("body", "example", "listed", "described"),
     [
-        ("x * 2", "torch.rand(1, 4)", "x [4] → OUTPUT__0 [4] (8)"),
-        ("x.repeat(2, 1)", _FOUR, "x [2, 4] → OUTPUT__0 [4, 4] (0)"),
-        ("x, x.mean(0)", _FOUR, "x [2, 4] → OUTPUT__0 [2, 4], OUTPUT__1 [4] (0)"),
-        ("{'a': x, 'i': x.argmax(1)}", _GRAD, "x [4] → a [4], i INT64 [] (8)"),
-        ("float(x.sum())", "torch.rand(2)", "x [2] → OUTPUT__0 [1] (0)"),
-        ("x @ t", _TWO, "x [2, 4], t [4, 2] → OUTPUT__0 [2, 2] (0)"),
-        ("torch.ones(len(texts) // 2)", _TEXTS, "x STRING [2] → OUTPUT__0 [] (8)"),
+        ("x * 2", "torch.rand(1, 4)", {}, "x [4] → OUTPUT__0 [4] (8)"),
+        ("x.repeat(2, 1)", _FOUR, {}, "x [2, 4] → OUTPUT__0 [4, 4] (0)"),
+        ("x, x.mean(0)", _FOUR, {}, "x [2, 4] → OUTPUT__0 [2, 4], OUTPUT__1 [4] (0)"),
+        ("{'a': x, 'i': x.argmax(1)}", _GRAD, {}, "x [4] → a [4], i INT64 [] (8)"),
+        ("float(x.sum())", "torch.rand(2)", {}, "x [2] → OUTPUT__0 [1] (0)"),
+        ("x @ t", _TWO, {}, "x [2, 4], t [4, 2] → OUTPUT__0 [2, 2] (0)"),
+        ("torch.ones(len(texts) // 2)", _TEXTS, {}, "x STRING [2] → OUTPUT__0 [] (8)"),
+        # What config.pbtxt lists is kept.
+        ("x[1:]", _FOUR, {"output": _listed("z", 3)}, "x [2, 4] → z [3] (0)"),
+        ("x[1:]", _FOUR, {"max_batch_size": 16}, "x [4] → OUTPUT__0 [4] (16)"),
+        # Without a batch dimension, as inputs are listed.
+        ("x[1:]", _FOUR, {"input": _listed("x", -1, 4)}, "x [-1, 4] → OUTPUT__0 [-1, 4] (0)"),
     ],
 )
 def test_tensors_are_those_of_the_example_and_a_batch_grows_with_it(
-    body: str, example: str, described: str, tmp_path: Path
+    body: str, example: str, listed: dict[str, Any], described: str, tmp_path: Path
 ) -> None:
     build.write(tmp_path, "model.py", _function(body, f"{{'x': {example}}}"))
-    assert _describe(tmp_path) == described
-
-
-def test_what_config_pbtxt_lists_is_kept(tmp_path: Path) -> None:
-    build.write(tmp_path, "model.py", _function("x[1:]", f"{{'x': {_FOUR}}}"))
-    assert _describe(tmp_path, output=_listed("z", 3)) == "x [2, 4] → z [3] (0)"
-    assert _describe(tmp_path, max_batch_size=16) == "x [4] → OUTPUT__0 [4] (16)"
-    # Without a batch dimension, as inputs are listed.
-    described = _describe(tmp_path, input=_listed("x", -1, 4))
-    assert described == "x [-1, 4] → OUTPUT__0 [-1, 4] (0)"
+    assert _describe(tmp_path, **listed) == described
 
 
 def test_file_of_examples_comes_before_a_function(tmp_path: Path) -> None:
@@ -208,29 +200,16 @@ _OF_TEXTS = """
     def postprocess(self, result):
         return {'label': str(len(result))}
 """
+_TEXTS_LISTED = {"input": _listed("texts", 1, kind="STRING"), "max_batch_size": 2}
+_PREPROCESS = "    def preprocess(self, x"
 
 
 @pytest.mark.parametrize(
     ("example", "methods", "config", "described"),
     [
-        (
-            "",
-            _OF_TEXTS,
-            {"input": _listed("texts", 1, kind="STRING"), "max_batch_size": 2},
-            "texts STRING [1] → label STRING [] (2)",
-        ),
-        (
-            "xm",
-            "    def preprocess(self, x, m): return x * 2\n",
-            {},
-            "x [4], m [4] → OUTPUT__0 [3] (8)",
-        ),
-        (
-            "x",
-            "    def preprocess(self, x): return x.reshape(2, 4)\n",
-            {},
-            "x [2, 4] → OUTPUT__0 [2, 3] (0)",
-        ),
+        ("", _OF_TEXTS, _TEXTS_LISTED, "texts STRING [1] → label STRING [] (2)"),
+        ("xm", f"{_PREPROCESS}, m): return x * 2\n", {}, "x [4], m [4] → OUTPUT__0 [3] (8)"),
+        ("x", f"{_PREPROCESS}): return x.reshape(2, 4)\n", {}, "x [2, 4] → OUTPUT__0 [2, 3] (0)"),
     ],
 )
 def test_inputs_come_from_config_or_example_and_outputs_from_the_hooks(

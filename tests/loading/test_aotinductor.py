@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -9,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import build
-import children
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -24,6 +25,7 @@ from torch_py_backend.values import ANY_ROWS, Rows
 CPU = torch.device("cpu")
 _REPOSITORY = Path(__file__).parents[2] / "examples" / "model_repository"
 ARTIFACT = Artifact(ArtifactType.AOTI, _REPOSITORY / "digits_aoti" / "1" / "model.pt2")
+DIGITS = build.config(inputs=(build.spec("pixels", dims=(1, 8, 8)),))
 HERE = {
     "AOTI_DEVICE_KEY": ("device", "cpu"),
     "AOTI_MACHINE": ("processor", "x86_64"),
@@ -84,17 +86,14 @@ def test_what_torch_unpacks_is_removed_with_the_model_and_after_a_failure(
     temporary.mkdir()
     monkeypatch.setenv(instance_status.VARIABLE, str(served / "status"))
     monkeypatch.setenv("TMPDIR", str(temporary))
-    x = build.spec("x", dims=(1, 8, 8))
-    settings = build.config(tmp_path, inputs=(x,), outputs=(build.spec("y", dims=(10,)),))
-    loaded = aotinductor.load(ARTIFACT, settings, CPU)
+    loaded = aotinductor.load(ARTIFACT, DIGITS, CPU)
     unpacked = {path.name for path in served.rglob("*.so")}
     loaded.close()
     loaded.close()
-    image = torch.zeros(2, 1, 8, 8)
-    assert loaded.module(image).shape == (2, 10)  # requests may be in progress
+    assert loaded.module(torch.zeros(2, 1, 8, 8)).shape == (2, 10)  # requests may be in progress
     damaged = build.write(tmp_path, "model.pt2", "no package")
     with pytest.raises(ArtifactError, match=r"is an AOTInductor package .* write it again"):
-        registry.load(Artifact(ArtifactType.AOTI, damaged), settings, CPU)
+        registry.load(Artifact(ArtifactType.AOTI, damaged), DIGITS, CPU)
     assert unpacked
     assert [path.name for path in served.iterdir()] == ["status"]
     assert list(temporary.iterdir()) == []
@@ -103,8 +102,7 @@ def test_what_torch_unpacks_is_removed_with_the_model_and_after_a_failure(
 
 @pytest.mark.usefixtures("process")
 def test_sizes_outside_the_limits_of_the_export_are_refused() -> None:
-    settings = build.config(inputs=(build.spec("pixels", dims=(1, 8, 8)),))
-    loaded = aotinductor.load(ARTIFACT, settings, CPU)
+    loaded = aotinductor.load(ARTIFACT, DIGITS, CPU)
     assert loaded.rows == Rows(2)
     for shape, limit in (
         ((1, 1, 8, 8), "too small at 0, expected it to be >= 2"),
@@ -117,10 +115,11 @@ def test_sizes_outside_the_limits_of_the_export_are_refused() -> None:
             loaded.module(torch.zeros(shape))
 
 
+@dataclasses.dataclass
 class _Tree:
     """A package for so many rows and more, whose inputs and results are trees."""
 
-    least = 2
+    least: int
 
     def get_call_spec(self) -> list[str]:
         inputs = pytree.tree_structure(((0, {"z": 0, "a": [0]}), {"scale": 0}))
@@ -137,10 +136,9 @@ class _Tree:
 def test_leaves_of_a_tree_are_in_the_order_of_the_package(
     least: int, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Tree, "least", least)
     results = pytree.tree_structure({"y": 0, "nested": [0]})
     monkeypatch.setattr(aotinductor, "mismatch", lambda *_: "")
-    monkeypatch.setattr(aotinductor, "open_package", lambda *_: (_Tree(), results, None))
+    monkeypatch.setattr(aotinductor, "open_package", lambda *_: (_Tree(least), results, None))
     names = ("KWARGS[scale]", "ARGS[1][a][0]", "ARGS[0]", "ARGS[1][z]")
     outputs = (build.spec("RESULT[nested][0]"), build.spec("y"))
     config = build.config(inputs=tuple(map(build.spec, names)), outputs=outputs)
@@ -151,17 +149,11 @@ def test_leaves_of_a_tree_are_in_the_order_of_the_package(
     torch.testing.assert_close(outcome, {"RESULT[nested][0]": (z - a) * scale, "y": x})
 
 
-def _loaded_alone() -> tuple[torch.Size, bool, list[str]]:
-    """Return a result's shape, whether processes were started, and what is imported of dynamo."""
-    events: list[str] = []
-    sys.addaudithook(lambda event, _: events.append(event))
-    config = build.config(inputs=(build.spec("x", dims=(1, 8, 8)),))
-    program = aotinductor.load(ARTIFACT, config, CPU)
-    scores: Any = program.module(torch.zeros(2, 1, 8, 8))
-    compiler = [name for name in sys.modules if "torch._dynamo" in name]
-    return scores.shape, "subprocess.Popen" in events, compiler
-
-
-def test_package_starts_without_the_compiler() -> None:
+def test_package_starts_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     # Testing an instruction set by building a library took 2 to 10 s a load.
-    assert children.call(_loaded_alone) == ((2, 10), False, [])
+    for name in ("torch._dynamo", "torch._inductor", *sys.modules):
+        if name.startswith(("torch._dynamo", "torch._inductor")):
+            monkeypatch.setitem(sys.modules, name, None)  # its import fails
+    monkeypatch.setattr(subprocess, "Popen", None)
+    loaded = aotinductor.load(ARTIFACT, DIGITS, CPU)
+    assert loaded.module(torch.zeros(2, 1, 8, 8)).shape == (2, 10)

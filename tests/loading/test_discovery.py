@@ -1,57 +1,48 @@
+import io
 import json
 import os
+import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import build
-import models
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
 
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import discovery
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
-_Writer = Callable[[Path], object]
-_Files = dict[str, _Writer]
+_Files = Mapping[str, str | bytes]
 
 
-def source(path: Path) -> None:
-    path.write_text(
-        "raise SystemExit('it is only read')\nclass Net(nn.Module): ...\n", encoding="utf-8"
-    )
+def archive(*names: str) -> bytes:
+    """Return a zip archive whose members are empty."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        for name in names:
+            file.writestr(f"model/{name}", b"")
+    return buffer.getvalue()
 
 
-def archive(*names: str) -> Callable[[Path], None]:
-    """Return a writer of a zip archive whose members are empty."""
-
-    def write(path: Path) -> None:
-        with zipfile.ZipFile(path, "w") as file:
-            for name in names:
-                file.writestr(f"model/{name}", b"")
-
-    return write
+def store(folder: Path, files: _Files) -> Path:
+    """Write files of version 1; return its folder."""
+    for name, content in files.items():
+        build.write(folder, name, content)
+    return folder / "1"
 
 
+source = "raise SystemExit('it is only read')\nclass Net(nn.Module): ...\n"
 weights = archive("data.pkl")
 script = archive("code/net.py", "constants.pkl")
 exported = archive("models/model.json")
 aoti = archive("data/aotinductor/model/wrapper.cpp")
-
-
-def store(folder: Path, files: _Files) -> Path:
-    for name, write in files.items():
-        write(build.write(folder, name, ""))
-    return folder / "1"
-
-
-_PY: _Files = {"model.py": source}
-_TWO: _Files = {"net.py": source, "net.pt": weights, "model.pt": script}
-_BELOW: _Files = {"sub/net.py": source, "sub/net.pth": weights}
+_PY = {"model.py": source}
+_TWO = {"net.py": source, "net.pt": weights, "model.pt": script}
+_BELOW = {"sub/net.py": source, "sub/net.pth": weights}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -65,7 +56,7 @@ _INDEX = "model.safetensors.index.json"
         ({"model.pt": exported}, None, ArtifactType.EXPORTED, "model.pt"),
         # Weights beside the source.
         (_PY | {"model.pt": weights}, None, ArtifactType.MODULE, "model.py model.pt"),
-        (_PY | {_INDEX: Path.touch}, None, ArtifactType.MODULE, f"model.py {_INDEX}"),
+        (_PY | {_INDEX: ""}, None, ArtifactType.MODULE, f"model.py {_INDEX}"),
         (_PY | {"other.pt": weights}, None, ArtifactType.MODULE, "model.py"),
         # The order of default names.
         ({"model.pt2": aoti, "model.pt": script}, None, ArtifactType.TORCHSCRIPT, "model.pt"),
@@ -159,47 +150,30 @@ def test_files_of_the_weights_are_the_file_and_its_existing_shards(
     assert [path.name for path in artifact.weight_files()] == expected
 
 
-_STATE = models.Affine().state_dict()
-CONTENTS: tuple[tuple[_Writer, ArtifactType], ...] = (
-    (archive("data.pkl", "constants.pkl"), ArtifactType.TORCHSCRIPT),
-    (
-        lambda path: torch.jit.save(
-            torch.jit.script(nn.ReLU()), path, _extra_files={"models/labels.json": "{}"}
-        ),
-        ArtifactType.TORCHSCRIPT,
-    ),
-    (
-        lambda path: torch.save(_STATE, path, _use_new_zipfile_serialization=False),
-        ArtifactType.WEIGHTS,
-    ),
-    (archive("notes.txt"), ArtifactType.UNKNOWN),
-    (lambda path: safetensors.torch.save_file(_STATE, path), ArtifactType.WEIGHTS),
-    # A package may hold its program, too.
-    (archive("models/model.json", "data/aotinductor/model/abc.so"), ArtifactType.AOTI),
-    (lambda path: path.write_bytes(b"PK\x03\x04" + bytes(60)), ArtifactType.UNKNOWN),
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (archive("data.pkl", "constants.pkl"), ArtifactType.TORCHSCRIPT),
+        # A user's own file in it.
+        (archive("extra/models/labels.json", "code/net.py"), ArtifactType.TORCHSCRIPT),
+        # A package may hold its program, too.
+        (archive("models/model.json", "data/aotinductor/model/abc.so"), ArtifactType.AOTI),
+        (pickle.dumps({}, protocol=2), ArtifactType.WEIGHTS),  # of torch before 1.6
+        (safetensors.torch.save({"x": torch.ones(1)}), ArtifactType.WEIGHTS),
+        (archive("notes.txt"), ArtifactType.UNKNOWN),
+        (b"PK\x03\x04" + bytes(60), ArtifactType.UNKNOWN),
+    ],
 )
-
-
-@pytest.mark.parametrize(("write", "content"), CONTENTS)
 def test_type_follows_from_the_first_bytes_and_the_members(
-    write: _Writer, content: ArtifactType, tmp_path: Path
+    content: bytes, kind: ArtifactType, tmp_path: Path
 ) -> None:
-    write(tmp_path / "model.pt")
-    assert discovery.file_type(tmp_path / "model.pt") is content
+    assert discovery.file_type(build.write(tmp_path, "model.pt", content)) is kind
 
 
-def _lay_out(folder: Path, files: Mapping[str, str]) -> Path:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder / "net.py"
-
-
-def _found(source: Path) -> dict[str, str]:
-    """Return the files of a source: name in the version folder → relative path."""
-    files = discovery.source_files(source)
-    return {name: path.relative_to(source.parent).as_posix() for name, path in files.items()}
+def _found(version: Path) -> dict[str, str]:
+    """Return the files of net.py: name in the version folder → relative path."""
+    files = discovery.source_files(version / "net.py")
+    return {name: path.relative_to(version).as_posix() for name, path in files.items()}
 
 
 _FAST = f"fast{EXTENSION_SUFFIXES[0]}"
@@ -229,10 +203,7 @@ _FAST = f"fast{EXTENSION_SUFFIXES[0]}"
             "blocks/__init__.py blocks/conv.py blocks/norm.py blocks/a/b sizes.py",
         ),
         (  # a package without __init__.py
-            {
-                "net.py": "import plain.conv",
-                "plain/conv.py": "from .parts import x\nimport sizes",
-            },
+            {"net.py": "import plain.conv", "plain/conv.py": "from .parts import x\nimport sizes"},
             "plain/parts.py plain/weights.pt sizes.py",
             "plain/conv.py plain/parts.py sizes.py",
         ),
@@ -242,7 +213,7 @@ _FAST = f"fast{EXTENSION_SUFFIXES[0]}"
 def test_imports_are_followed_and_packages_are_whole(
     contents: dict[str, str], empty: str, expected: str, tmp_path: Path
 ) -> None:
-    files = _found(_lay_out(tmp_path, contents | dict.fromkeys(empty.split(), "")))
+    files = _found(store(tmp_path, contents | dict.fromkeys(empty.split(), "")))
     assert files.pop("model.py") == "net.py"
     assert files == {name: name for name in expected.split()}
 
@@ -252,9 +223,8 @@ def test_index_is_renamed_and_shards_beside_it_keep_their_names(tmp_path: Path) 
     names = ["net-1.safetensors", "gone.safetensors", "../secret.safetensors", outside]
     index = json.dumps({"weight_map": dict(enumerate(names))})
     files = {"net.py": "", "net.safetensors.index.json": index, "net-1.safetensors": ""}
-    source = _lay_out(tmp_path / "mine", files)
-    _lay_out(tmp_path, {"secret.safetensors": "", "mine/other.safetensors": ""})
-    assert _found(source) == {
+    beside = {"other.safetensors": "", "../secret.safetensors": ""}
+    assert _found(store(tmp_path, files | beside)) == {
         "model.py": "net.py",
         "model.safetensors.index.json": "net.safetensors.index.json",
         "net-1.safetensors": "net-1.safetensors",

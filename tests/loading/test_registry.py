@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def test_model_has_its_weights_is_in_eval_mode_and_needs_no_gradients(
     assert store is store_script or not any(one.requires_grad for one in loaded.weights)
 
 
-@pytest.mark.parametrize(("device", "expected"), [(CPU, "cpu"), (META, "meta"), (None, "cpu")])
+@pytest.mark.parametrize(("device", "expected"), [(META, "meta"), (None, "cpu")])
 def test_model_is_moved_to_the_device_of_its_instance(
     device: torch.device | None, expected: str, tmp_path: Path
 ) -> None:
@@ -132,12 +132,6 @@ def test_what_an_artifact_type_does_not_support_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         registry.without_unused(build.config(**options), kind)
-
-
-def test_an_option_without_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    config = build.config(model_class="Net")
-    assert registry.without_unused(config, ArtifactType.TORCHSCRIPT) == build.config()
-    assert "the parameter MODEL_CLASS has no effect on TorchScript" in caplog.text
 
 
 def test_decoupled_model_has_steps_unless_method_is_set(tmp_path: Path) -> None:
@@ -193,22 +187,12 @@ class Power(nn.Module):
         return torch.relu(x**n + y)
 
 
-class Total(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x.sum() + y.sum()
-
-
 def exported(
     folder: Path, module: nn.Module, *args: Any, dims: Any = None, rows: int = 8
 ) -> Loaded:
     path = build.write(folder, "model.pt2", "")
     torch.export.save(torch.export.export(module.eval(), args, dynamic_shapes=dims), path)
     return load(folder, max_batch_size=rows)
-
-
-def called(program: Loaded, columns: Mapping[str, Tensor]) -> Any:
-    inputs = binding.bind_inputs(list(columns), program.signature)
-    return inputs.call(program.module, [columns[name] for name in inputs.names])
 
 
 def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
@@ -219,21 +203,27 @@ def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
     assert program.traced is not None
     assert list(program.traced[0]) == ["x", "y"]
     for names in (["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]):
-        assert torch.equal(called(program, dict(zip(names, (x, y), strict=True))), x**3 + y)
+        inputs = binding.bind_inputs(names, program.signature)
+        assert [*inputs.names] == names
+        assert torch.equal(inputs.call(program.module, [x, y]), x**3 + y)
+
+
+_X = torch.rand(4, 2)
+_DIM = torch.export.Dim
 
 
 @pytest.mark.parametrize(
-    ("size", "rows"),
+    ("module", "args", "dims", "batch", "rows"),
     [
-        (torch.export.Dim("rows"), Rows(1, None)),
-        (torch.export.Dim("rows", min=2, max=16), Rows(2, 16)),
-        (None, Rows(4, 4)),
+        (nn.ReLU(), [_X], ({0: _DIM("rows")},), 8, Rows(1, None)),
+        (nn.ReLU(), [_X], ({0: _DIM("rows", min=2, max=16)},), 8, Rows(2, 16)),
+        (nn.ReLU(), [_X], None, 8, Rows(4, 4)),
+        (nn.ReLU(), [_X], None, 0, ANY_ROWS),
+        # No common dimension 0.
+        (nn.CosineSimilarity(), [_X, _X[:1]], None, 8, ANY_ROWS),
     ],
 )
-def test_row_limits_are_read_from_the_program(size: Any, rows: Rows, tmp_path: Path) -> None:
-    assert exported(tmp_path, nn.ReLU(), torch.rand(4, 2), dims=({0: size},)).rows == rows
-
-
-def test_no_row_limits_without_a_common_dimension_0(tmp_path: Path) -> None:
-    assert exported(tmp_path, nn.ReLU(), torch.rand(4, 2), rows=0).rows == ANY_ROWS
-    assert exported(tmp_path, Total(), torch.rand(4, 2), torch.rand(3)).rows == ANY_ROWS
+def test_row_limits_are_read_from_the_program(
+    module: nn.Module, args: list[Tensor], dims: Any, batch: int, rows: Rows, tmp_path: Path
+) -> None:
+    assert exported(tmp_path, module, *args, dims=dims, rows=batch).rows == rows

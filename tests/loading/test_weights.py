@@ -22,16 +22,6 @@ from torch_py_backend.loading.weights import AliasOnCopy
 State = Mapping[str, Any]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x)
-        return result
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -40,18 +30,18 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-class Unusual(Net):
+class Unusual(nn.Linear):
     """Holds a weight in a list and another one in a view, and a buffer that is not saved."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(2, 3)
         self.second = nn.Linear(3, 2)
-        self.listed = [self.linear.weight]
+        self.listed = [self.weight]
         self.transposed = self.second.weight.t()
         self.register_buffer("cache", torch.ones(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.linear(x, self.listed[0], self.linear.bias)
+        hidden = nn.functional.linear(x, self.listed[0], self.bias)
         return hidden @ self.transposed + self.second.bias
 
 
@@ -60,21 +50,16 @@ def _quantized() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(net, {nn.Linear})  # type: ignore[no-any-return]
 
 
-class Copying(Net):
+class Copying(nn.Linear):
     def load_state_dict(self, state_dict: State, *_: object, **__: object) -> None:
         for name, value in self.state_dict().items():
             value.copy_(state_dict[name])
 
 
 INDEX = "model.safetensors.index.json"
-STATE = {
-    "linear.weight": torch.arange(6.0).reshape(3, 2),
-    "linear.bias": torch.tensor([10.0, 20.0, 30.0]),
-}
+STATE = {"weight": torch.arange(6.0).reshape(3, 2), "bias": torch.tensor([10.0, 20.0, 30.0])}
 X = torch.tensor([[1.0, 2.0]])
 Y = torch.tensor([[12.0, 28.0, 44.0]])
-
-
 LEGACY = "model.pth"  # as torch before 1.6 writes it
 
 
@@ -85,8 +70,12 @@ def save(state: Any, path: Path) -> None:
         torch.save(state, path, _use_new_zipfile_serialization=path.name != LEGACY)
 
 
+def net() -> nn.Linear:
+    return nn.Linear(2, 3)
+
+
 def load(folder: Path, name: str, module: nn.Module | None = None) -> nn.Module:
-    module = module or Net()
+    module = module or net()
     artifact = Artifact(ArtifactType.MODULE, folder / "1" / "model.py", folder / "1" / name)
     weights.load_into(build.config(folder), artifact, module)
     return module.eval()
@@ -108,8 +97,8 @@ def filled(folder: Path, module: nn.Module, state: Any, name: str = "model.pt") 
 def test_file_of_any_format_and_dtype_fills_a_module_in_its_own(
     dtype: torch.dtype, saved: torch.dtype, name: str, tmp_path: Path
 ) -> None:
-    state = collections.OrderedDict(STATE, **{"linear.bias": STATE["linear.bias"].to(saved)})
-    module = filled(tmp_path, Net().to(dtype), state, name)
+    state = collections.OrderedDict(STATE, bias=STATE["bias"].to(saved))
+    module = filled(tmp_path, net().to(dtype), state, name)
     assert {tensor.dtype for tensor in module.parameters()} == {dtype}
     assert torch.equal(module(X.to(dtype)), Y.to(dtype))
 
@@ -136,7 +125,7 @@ def test_tied_weights_stay_tied(names: list[str], name: str, tmp_path: Path) -> 
         (lambda: nn.TransformerEncoderLayer(4, 2), torch.rand(1, 3, 4)),
         (lambda: nn.LazyLinear(3), X),
         (Unusual, X),
-        (Copying, X),
+        (lambda: Copying(2, 3), X),
         (_quantized, torch.rand(1, 4)),  # some entries are no tensors
     ],
 )
@@ -157,9 +146,9 @@ def test_module_computes_as_the_one_that_was_saved(
     ("make", "state", "reason"),
     [
         (Tied, {"head.weight": torch.ones(3)}, "size mismatch for embedding.weight: "),
-        (Net, {"_orig_mod.linear.weight": torch.ones(3, 2)}, '"_orig_mod.linear.weight"'),
-        (Copying, {}, "KeyError: 'linear.weight'"),
-        (Net, {**STATE, "epoch": 3}, 'Unexpected key(s) in state_dict: "epoch"'),
+        (net, {"_orig_mod.weight": torch.ones(3, 2)}, '"_orig_mod.weight"'),
+        (lambda: Copying(2, 3), {}, "KeyError: 'weight'"),
+        (net, {**STATE, "epoch": 3}, 'Unexpected key(s) in state_dict: "epoch"'),
     ],
 )
 def test_weights_of_another_module(
@@ -182,7 +171,7 @@ def test_classes_of_a_pickle_and_what_is_no_state_dict_are_refused(
 ) -> None:
     for name in ("model.pt", LEGACY):
         with pytest.raises(ArtifactError, match=f"{name} .*{re.escape(message)}"):
-            filled(tmp_path, Net(), state, name)
+            filled(tmp_path, net(), state, name)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +205,16 @@ def store_shards(folder: Path, shards: Mapping[str, State]) -> None:
     build.write(folder, INDEX, json.dumps({"metadata": {}, "weight_map": keys}))
 
 
-def test_shards_may_be_anywhere_in_the_folder_of_the_model(tmp_path: Path) -> None:
+def test_shards_may_be_anywhere_in_the_folder_of_the_model_and_a_damaged_one_is_named(
+    tmp_path: Path,
+) -> None:
     first, last = ({key: STATE[key]} for key in STATE)
     store_shards(tmp_path / "digits", {"../a.safetensors": first, "shards/b.safetensors": last})
     assert torch.equal(load(tmp_path / "digits", INDEX)(X), Y)
+    path = tmp_path / "digits" / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ArtifactError, match=r"a\.safetensors cannot be read: SafetensorErr"):
+        load(tmp_path / "digits", INDEX)
 
 
 def test_linked_index_has_linked_shards_as_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
@@ -228,14 +223,6 @@ def test_linked_index_has_linked_shards_as_in_the_cache_of_hugging_face(tmp_path
     for name in (INDEX, "a.safetensors"):
         (tmp_path / "digits" / "1" / name).symlink_to(tmp_path / "elsewhere" / "1" / name)
     assert torch.equal(load(tmp_path / "digits", INDEX)(X), Y)
-
-
-def test_damaged_shard_is_named(tmp_path: Path) -> None:
-    store_shards(tmp_path, {"a.safetensors": STATE})
-    path = tmp_path / "1" / "a.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ArtifactError, match=r"a\.safetensors cannot be read: SafetensorErr"):
-        load(tmp_path, INDEX)
 
 
 class Constructed(nn.Module):
@@ -278,38 +265,37 @@ assert not torch.isnan(self.linear.weight).any()
 
 
 @pytest.mark.parametrize(
-    "code",
+    ("code", "lacks"),
     [
-        "self.register_buffer('noise', nn.init.normal_(torch.empty(3)), persistent=False)",
-        "self.noise = torch.randn(3).tolist()",
-        "self.noise = nn.init.ones_(self.linear.bias).tolist()",
-        _CAUGHT,
-        _FAILS,
+        ("self.register_buffer('noise', nn.init.normal_(torch.empty(3)), persistent=False)", {}),
+        ("self.noise = torch.randn(3).tolist()", {}),
+        ("self.noise = nn.init.ones_(self.linear.bias).tolist()", {}),
+        (_CAUGHT, {}),
+        (_FAILS, {}),
+        ("", {"linear.bias": None}),
+        ("", {"linear.bias": torch.ones(1)}),
+        ("", {"linear.bias": "text"}),
     ],
-    ids=["unsaved buffer", "drawn later", "not drawn", "computed", "fails without"],
-)
-def test_a_module_that_uses_its_random_values_has_them(code: str) -> None:
+    ids=[
+        "unsaved buffer", "drawn later", "not drawn", "computed", "fails without",
+        "not in the file", "another shape", "no tensor",
+    ],
+)  # fmt: skip
+def test_a_module_has_the_random_values_that_it_uses_or_that_the_file_lacks(
+    code: str, lacks: State
+) -> None:
     torch.manual_seed(0)
     expected = Constructed(code)
     torch.manual_seed(0)
-    built = weights.build_uninitialized(lambda: Constructed(code), expected.state_dict)
+    saved = {**expected.state_dict(), **lacks}
+    built = weights.build_uninitialized(lambda: Constructed(code), lambda: saved)
     torch.testing.assert_close(getattr(built, "noise", 0), getattr(expected, "noise", 0))
+    assert not lacks or torch.equal(built.linear.bias, expected.linear.bias)
 
 
 def test_error_of_a_constructor_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         weights.build_uninitialized(lambda: Constructed("1 / 0"), dict)
-
-
-@pytest.mark.parametrize("bias", [None, torch.ones(1), "text"])
-def test_weights_that_the_file_lacks_have_their_random_values(bias: object) -> None:
-    torch.manual_seed(0)
-    expected = Constructed("")
-    torch.manual_seed(0)
-    state: dict[str, Any] = {"linear.weight": expected.linear.weight}
-    state |= {} if bias is None else {"linear.bias": bias}
-    built = weights.build_uninitialized(lambda: Constructed(""), lambda: state)
-    assert torch.equal(built.linear.bias, expected.linear.bias)
 
 
 def mapped(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
@@ -391,28 +377,16 @@ def test_part_of_a_tensor_is_mapped(path: Path) -> None:
     assert all(weights.has_no_other_views(part) for part in parts)
 
 
-class Tabled(nn.Module):
-    """Weights of equal sizes and values, a buffer, and a tied weight."""
-
-    table: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-        self.third = nn.Linear(6, 6, bias=False)
-        self.third.weight = self.first.weight
-        self.norm = nn.BatchNorm1d(6)
-        self.register_buffer("table", torch.arange(6.0))
-        nn.init.zeros_(self.first.bias)
-        nn.init.zeros_(self.second.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.norm(self.third(self.second(self.first(x)))) + self.table
-        return result
+def tied() -> nn.Sequential:
+    """Weights of equal sizes and values, buffers, and a layer in two places."""
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    nn.init.zeros_(first.bias)
+    nn.init.zeros_(second.bias)
+    layers = {"first": first, "second": second, "third": first, "norm": nn.BatchNorm1d(6)}
+    return nn.Sequential(collections.OrderedDict(layers)).eval()
 
 
-def scripted(net: Tabled, path: Path) -> Any:
+def scripted(net: nn.Module, path: Path) -> Any:
     torch.jit.save(torch.jit.script(net), path)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("README.md", "added later")
@@ -421,7 +395,7 @@ def scripted(net: Tabled, path: Path) -> Any:
     return loaded
 
 
-def save_program(net: Tabled, path: Path) -> Any:
+def save_program(net: nn.Module, path: Path) -> Any:
     torch.export.save(torch.export.export(net, (torch.ones(2, 6),)), path)
     artifact = Artifact(ArtifactType.EXPORTED, path)
     return exported.load(artifact, build.config(max_batch_size=0), None).module
@@ -429,17 +403,16 @@ def save_program(net: Tabled, path: Path) -> Any:
 
 @pytest.mark.parametrize("make", [scripted, save_program])
 def test_weights_of_an_archive_are_mapped_and_writes_stay_in_the_process(
-    make: Callable[[Tabled, Path], Any], tmp_path: Path
+    make: Callable[[nn.Module, Path], Any], tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    net: Any = Tabled().eval()
+    net = tied()
     path, x = tmp_path / "model.pt", torch.rand(2, 6)
     model = make(net, path)
     before = path.read_bytes()
     mapped = weights.measure(model.state_dict(keep_vars=True).values())
     assert mapped.shared == mapped.total > 0
     assert torch.equal(model(x), net(x))
-    model.state_dict()["table"].add_(1)
+    model.state_dict()["norm.bias"].add_(1)
     assert path.read_bytes() == before
     assert torch.allclose(model(x), net(x) + 1)
     # Of equal values, and two all the same.
@@ -448,7 +421,7 @@ def test_weights_of_an_archive_are_mapped_and_writes_stay_in_the_process(
 
 
 def test_weights_of_other_bytes_or_with_a_view_are_not_mapped(tmp_path: Path) -> None:
-    net = torch.jit.script(Tabled().eval())
+    net = torch.jit.script(tied())
     net.save(tmp_path / "model.pt")
     with torch.no_grad():
         net.first.weight[2, 5] += 1  # neither at the start nor at the end
