@@ -205,7 +205,8 @@ def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
     for names in (["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]):
         inputs = binding.bind_inputs(names, program.signature)
         assert [*inputs.names] == names
-        assert torch.equal(inputs.call(program.module, [x, y]), x**3 + y)
+        result: Any = inputs.call(program.module, [x, y])
+        assert torch.equal(result, x**3 + y)
 
 
 _X = torch.rand(4, 2)
