@@ -27,7 +27,8 @@ from torch_py_backend.processes import instance_status
 from torch_py_backend.processes.instance_status import InstanceState
 
 _SERVE = "from torch_py_backend.cli import app; app()"
-_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
+# Free ones.
+PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
 _SERVING = re.compile(
     r"(?:serving|listening) on http://(\S+) and grpc://(\S+);"
     r" metrics on http://(\S+)/metrics, readiness on http://(\S+)/ready"
@@ -64,9 +65,9 @@ class Supervised:
         return living.descendants(self.process.pid)
 
     def triton(self) -> psutil.Process:
-        # The server's child has its name, too, until it becomes an instance.
-        family = {process.pid: process for process in self.family() if _is_triton(process)}
-        (server,) = [process for process in family.values() if _parent(process) not in family]
+        # Its own child has its name, too, until it becomes an instance.
+        children = living.left(psutil.Process(self.process.pid).children())
+        (server,) = filter(_is_triton, children)
         return server
 
     def prefix(self) -> str:
@@ -118,12 +119,6 @@ def _is_triton(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return bool(process.name() == "tritonserver")
     return False
-
-
-def _parent(process: psutil.Process) -> int:
-    with contextlib.suppress(psutil.Error):
-        return int(process.ppid())
-    return int(process.pid)  # it has ended: it is not the server
 
 
 def _infer(module: Any, client: Any, model: str, value: float, **how: Any) -> list[float]:
@@ -182,7 +177,7 @@ def serve(
 
     More arguments are for `serve`, those in `triton` for tritonserver.
     """
-    command = [str(python), "-c", _SERVE, "serve", str(repository), *_PORTS]
+    command = [str(python), "-c", _SERVE, "serve", str(repository), *PORTS]
     command += [verbose] if verbose else []
     with tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log") as log:
         # Not a pipe: a server that outlives its `serve` would hold its other end.

@@ -1,4 +1,4 @@
-"""A model of an installed package, transformers, whose `from_pretrained` reads the folder.
+"""Models of an installed package, transformers, whose `from_pretrained` reads the folder.
 
 tests/deploy/test_walkthroughs.py has others, with their tokenizers, on a real server.
 """
@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import command_line
 import numpy as np
 import pytest
 import torch
 from instances import Served
 from scenarios import Scenario, config, tensor
 
+from torch_py_backend.config import pbtxt
+from torch_py_backend.processes import child_process
+
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 _GENERATOR = (
     config(
@@ -54,3 +59,42 @@ def test_generate_takes_its_settings_as_inputs(tmp_path: Path, process: None) ->
     ((response,),) = served.send(served.request(given | settings))
     assert response.error() is None, response.error().message()
     assert response.output_tensors()[0].as_numpy().tolist() == made.tolist()
+
+
+@pytest.mark.parametrize(
+    ("flags", "inputs"),
+    [
+        ((), ["text"]),
+        (("--tensors",), ["input_ids", "attention_mask", "token_type_ids"]),
+    ],
+)
+def test_init_gives_a_classifier_texts_or_padded_tokens_and_its_labels(
+    flags: tuple[str, ...],
+    inputs: list[str],
+    tmp_path: Path,
+    process: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(child_process, "run", command_line.here)
+    words = tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "film": 2}, "[UNK]")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="[PAD]"
+    )
+    tokenizer.save_pretrained(tmp_path / "net")
+    (tmp_path / "net" / ".env").write_text("HF_TOKEN=secret")
+    settings = transformers.BertConfig(
+        vocab_size=3, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, pad_token_id=0, id2label={0: "bad", 1: "so-so", 2: "good"},
+    )  # fmt: skip
+    transformers.BertForSequenceClassification(settings).save_pretrained(tmp_path / "net")
+    done = command_line.run("init", "net", *flags, cwd=tmp_path)
+    assert "serve models\n" in done.stdout, done.stderr
+    folder = tmp_path / "models" / "net"
+    document = pbtxt.read(folder)
+    assert [entry["name"] for entry in document["input"]] == inputs
+    assert (folder / "labels.txt").read_text() == "bad\nso-so\ngood\n"
+    (output,) = document["output"]
+    assert (output["name"], output["label_filename"]) == ("logits", "labels.txt")
+    assert (folder / "1" / "hooks.py").exists() is not bool(flags)
+    assert ("PAD" in document["parameters"]) is bool(flags)
+    assert not (folder / "1" / ".env").exists()

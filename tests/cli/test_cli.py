@@ -1,4 +1,4 @@
-"""The command line: installing, removed names, and how errors are printed."""
+"""The command line: its version, removed names, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import refuse, run
+from supervised import PORTS
 
 from torch_py_backend import __version__
 from torch_py_backend.__main__ import main
@@ -38,16 +39,6 @@ def test_names_that_the_terminal_cannot_show(
     assert terminal.read().startswith("SKIPPED \\u2192: served by python\n")
 
 
-def test_install(tmp_path: Path) -> None:
-    option = f"--backend-dir={tmp_path}"
-    printed = run("install", option).stdout
-    assert printed.startswith(f"installed {tmp_path / 'pytorch_py'}\n")
-    assert printed.endswith(f" --backend-directory={tmp_path}\n")
-    assert (tmp_path / "pytorch_py" / "model.py").is_file()
-    assert run("install", option, "--uninstall").stdout == f"removed {tmp_path / 'pytorch_py'}\n"
-    assert "there is no" in run("install", option, "--uninstall").stdout
-
-
 @pytest.mark.parametrize(
     ("command", "text"),
     [
@@ -68,4 +59,6 @@ def test_install(tmp_path: Path) -> None:
 def test_an_error_is_one_line_and_exit_code_1(command: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "models" / "net" / "1").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
-    refuse(text, *command.split(), cwd=tmp_path)
+    name, *arguments = command.split()
+    ports = PORTS if name == "serve" else ()
+    refuse(text, name, *ports, *arguments, cwd=tmp_path)

@@ -176,37 +176,6 @@ def test_outputs_and_batch_are_found_by_a_trial_and_a_request_to_paste_is_printe
     assert build.described(pbtxt.read(tmp_path / "one")) == described
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--tensors",)])
-def test_classifier_takes_texts_with_its_tokenizer_or_padded_tokens_and_has_its_labels(
-    flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "film": 2}, "[UNK]")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(words), pad_token="[PAD]"
-    )
-    tokenizer.save_pretrained(tmp_path / "net")
-    (tmp_path / "net" / ".env").write_text("HF_TOKEN=secret")
-    settings = transformers.BertConfig(
-        vocab_size=3, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, pad_token_id=0, id2label={0: "bad", 1: "so-so", 2: "good"},
-    )  # fmt: skip
-    transformers.BertForSequenceClassification(settings).save_pretrained(tmp_path / "net")
-    assert "serve models\n" in _init(tmp_path, "net", *flags)
-    folder = tmp_path / "models" / "net"
-    document = pbtxt.read(folder)
-    assert (folder / "labels.txt").read_text() == "bad\nso-so\ngood\n"
-    (output,) = document["output"]
-    assert (output["name"], output["label_filename"]) == ("logits", "labels.txt")
-    assert (folder / "1" / "hooks.py").exists() is not bool(flags)
-    assert not (folder / "1" / ".env").exists()
-    assert ("PAD" in document["parameters"]) is bool(flags)
-    names = [entry["name"] for entry in document["input"]]
-    assert names == (["input_ids", "attention_mask", "token_type_ids"] if flags else ["text"])
-
-
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_caches_of_decoders(name: str) -> None:
     """Versions of transformers name them differently."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,27 @@ from typing import Any
 import command_line
 import pytest
 from command_line import fake_tritonserver
+from supervised import PORTS
 
+from torch_py_backend.cli import app
 from torch_py_backend.server import serving, tritonserver
 from torch_py_backend.server.supervisor import Event
 
 # `cli.serve` is the command; other functions are in the module of the same name.
 serve = importlib.import_module("torch_py_backend.cli.serve")
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Arguments of a `serve` whose server loads a model, and stops."""
+
+    def run(*arguments: Any, **_: object) -> None:
+        arguments[2](Event("READY", "m"))
+
+    executable = fake_tritonserver(tmp_path / "triton")
+    monkeypatch.setattr(serving, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return "serve", str(tmp_path), f"--tritonserver={executable}", "--allow-empty", *PORTS
 
 
 @pytest.mark.parametrize(
@@ -32,39 +47,22 @@ serve = importlib.import_module("torch_py_backend.cli.serve")
     ids=["loopback", "all", "some", "none"],
 )
 def test_endpoints_open_to_the_network_are_noted(
-    address: str, restricted: str, exposed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, restricted: str, exposed: str, arguments: tuple[str, ...]
 ) -> None:
-    def run(*arguments: Any, **_: object) -> None:
-        arguments[2](Event("READY", "m"))
-
-    fake_tritonserver(tmp_path / "triton", "#!/bin/sh\n")
-    monkeypatch.setattr(serving, "run", run)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    options = [f"--address={address}", f"--restrict={restricted}", "--allow-empty"]
-    triton = f"--tritonserver={tmp_path}/triton/bin/tritonserver"
-    done = command_line.run("serve", str(tmp_path), triton, *options)
+    done = command_line.run(*arguments, f"--address={address}", f"--restrict={restricted}")
     assert done.stdout.endswith("\nREADY   m\nstopped\n"), done.stderr
     assert ("note    every client" in done.stdout) == bool(exposed)
     assert exposed in done.stdout
 
 
-def test_a_full_disk_does_not_end_the_server(tmp_path: Path) -> None:
-    fake_tritonserver(tmp_path / "triton", "#!/bin/sh\nexit 3\n")
-    (tmp_path / "models/net").mkdir(parents=True)
-    (tmp_path / "models/net/config.pbtxt").touch()
-    arguments = [f"--{service}-port=0" for service in ("http", "grpc", "metrics", "health")]
-    arguments.append("--tritonserver=triton/bin/tritonserver")  # relative to this folder
-    with Path("/dev/full").open("wb") as file:
-        ended = subprocess.run(
-            [sys.executable, "-m", "torch_py_backend", "serve", "models", *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"TMPDIR": str(tmp_path)},
-            stdout=file,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert ended.stderr.startswith("error: tritonserver ended with exit code 3; its log says more")
+def test_a_full_disk_does_not_end_the_server(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["torch-py-backend", *arguments])
+    with Path("/dev/full").open("wb", buffering=0) as file:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, write_through=True))
+        with pytest.raises(SystemExit, match="0"):
+            app()
 
 
 def test_orphans_in_a_container_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,14 @@
-"""Triton's arguments as a ModelConfig."""
+"""Triton's arguments as a ModelConfig: settings, and those that fail the load."""
 
 import operator
-from pathlib import Path
 from typing import Any
 
 import build
 import pytest
 
-from torch_py_backend.config import dtypes, model_config
-from torch_py_backend.config.model_config import ModelConfig, SequenceConfig, State
+from torch_py_backend.config import dtypes, model_config, pbtxt
+from torch_py_backend.config.model_config import ModelConfig, SequenceConfig, State, TensorSpec
+from torch_py_backend.errors import ConfigError
 
 # `enum DataType` of Triton's model_config.proto, without TYPE_INVALID.
 _TYPES = "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 STRING BF16"
@@ -30,42 +30,14 @@ def tensor(**changes: Any) -> dict[str, Any]:
     return {"name": "x", "data_type": "TYPE_FP32", "dims": [4], **changes}
 
 
-def test_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """ModelConfig contains all facts of Triton's arguments; a relative folder becomes absolute."""
-    monkeypatch.chdir(tmp_path)
-    arguments = build.arguments(
-        max_batch_size=16,
-        input=[
-            tensor(name="image", data_type="TYPE_UINT8", dims=[3, -1, -1]),
-            tensor(name="size", data_type="TYPE_INT64", dims=[2]),
-        ],
-        output=[tensor(name="class", data_type="TYPE_BF16", dims=[10])],
-        instance_group=[{"kind": "KIND_GPU", "count": 2, "gpus": [0, 3]}],
-        default_model_filename="net.pt",
-        parameters={"WARMUP": {"string_value": "off"}},
-    )
-    instance = {"name": "digits_0_1", "kind": "GPU", "device_id": "3"}
-    arguments |= {f"model_instance_{key}": value for key, value in instance.items()}
-    arguments |= {"model_repository": "models/digits", "model_version": "7"}
-    config = model_config.parse(arguments)
-    assert config == build.config(
-        tmp_path / "models" / "digits",
-        version="7",
-        instance="digits_0_1",
-        kind="GPU",
-        device_id=3,
-        instances=4,
-        max_batch_size=16,
-        inputs=(build.spec("image", "UINT8", (3, -1, -1)), build.spec("size", "INT64", (2,))),
-        outputs=(build.spec("class", "BF16", (10,)),),
-        default_model_filename="net.pt",
-        warmup=False,
-    )
-    assert config.version_folder == tmp_path / "models" / "digits" / "7"
-
-
-_KIND = {"kind": "BATCH_ELEMENT_COUNT", "data_type": "TYPE_INT32", "target_name": ["n", "m"]}
-_SCATTER = {"target_name": ["y"], "source_input": ["x"]}
+_COUNTS = {
+    "kind": "BATCH_ELEMENT_COUNT",
+    "data_type": "TYPE_INT32",
+    "target_name": ["n", "m"],
+    "source_input": ["x"],
+}
+_BATCH_INPUT = {"batch_input": [_COUNTS]}
+_BATCH_OUTPUT = {"batch_output": [{"target_name": ["y"], "source_input": ["x"]}]}
 
 
 def batching(**settings: Any) -> dict[str, Any]:
@@ -77,13 +49,17 @@ def control(**values: Any) -> dict[str, Any]:
     return batching(control_input=[{"name": "c", "control": [empty | values]}])
 
 
-def state(*initial: dict[str, Any]) -> dict[str, Any]:
-    names = {"input_name": "past", "output_name": "present"}
-    return batching(state=[names | tensor(dims=[2, -1]) | {"initial_state": initial}])
+def state(*initial: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    names = {"input_name": "past", "output_name": "present", "initial_state": initial}
+    return batching(state=[names | tensor(dims=[2, -1]) | changes])
 
 
 def kept(initial: tuple[int, ...], file: str | None = None) -> tuple[State, ...]:
     return (State("past", "present", dtypes.from_triton("FP32"), (2, -1), initial, file),)
+
+
+def reshaped(*dims: int) -> TensorSpec:
+    return TensorSpec("x", dtypes.from_triton("FP32"), dims, reshaped=True)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +79,16 @@ def kept(initial: tuple[int, ...], file: str | None = None) -> tuple[State, ...]
         ({"default_model_filename": "./sub/a..b.pt"}, "default_model_filename", "./sub/a..b.pt"),
         ({"default_model_filename": ""}, "default_model_filename", None),
         # dims are those after Triton's reshape, which the model receives
-        ({"input": [tensor(reshape={"shape": [2, 2]})]}, "inputs", ["x FP32 [2, 2]"]),
-        ({"output": [tensor(dims=[1], reshape={})]}, "outputs", ["x FP32 []"]),
-        ({"input": [tensor(reshape=None)]}, "inputs", ["x FP32 [4]"]),
+        ({"input": [tensor(reshape={"shape": [2, 2]})]}, "inputs", (reshaped(2, 2),)),
+        ({"output": [tensor(dims=[1], reshape={})]}, "outputs", (reshaped(),)),
+        ({"input": [tensor(reshape=None)]}, "inputs", (build.spec(),)),
         # each target is a tensor
         (
-            {"batch_input": [_KIND | {"source_input": ["x"]}]},
+            _BATCH_INPUT,
             "batch_inputs",
             [f"{name} INT32 (BATCH_ELEMENT_COUNT of x)" for name in "nm"],
         ),
-        ({"batch_output": [_SCATTER]}, "batch_outputs", {"y": "x"}),
+        (_BATCH_OUTPUT, "batch_outputs", {"y": "x"}),
         # schedulers are Triton's
         (batching(), "sequencing", SequenceConfig(1.0, (), (), True, 8)),
         (batching(direct={}), "sequencing.direct", True),
@@ -138,7 +114,94 @@ def test_setting_or_its_default(document: dict[str, Any], path: str, expected: o
     assert (list(map(str, found)) if isinstance(expected, list) else found) == expected
 
 
-@pytest.mark.parametrize("reshape", [{"shape": [2, 2]}, None])
-def test_a_reshape_is_noted(reshape: Any) -> None:
-    config = parsed(input=[tensor(reshape=reshape)], output=[tensor(reshape=reshape)])
-    assert [spec.reshaped for spec in (*config.inputs, *config.outputs)] == [bool(reshape)] * 2
+_OPTIONS: dict[str, dict[str, str]] = {
+    "pad": {"PAD": '{"x": {}}'},
+    "buckets": {"BATCH_BUCKETS": "1"},
+    "compiled": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}"},
+    "not compiled": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"disable": true}'},
+    "fixed shapes": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"dynamic": false}'},
+    "graphs": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"mode": "reduce-overhead"}'},
+    "shared": {"ENABLE_WEIGHT_SHARING": "true"},
+    "freeze": {"OPTIMIZE": "freeze"},
+    "profile": {"PROFILE_DIR": "traces"},
+    "both types": {"OPTIMIZE": "bf16,fp16"},
+    "class and factory": {"MODEL_CLASS": "Net", "MODEL_FACTORY": "make"},
+}
+_DOCUMENTS: dict[str, dict[str, Any]] = {
+    "unbatched": {"max_batch_size": 0},
+    "stream": {"model_transaction_policy": {"decoupled": True}},
+    "sequences": batching(),
+    "state": state(),
+    "state y": state(output_name="y", dims=[4]),
+    "batch_input": _BATCH_INPUT,
+    "batch_output": _BATCH_OUTPUT,
+}
+
+
+def named(settings: str, kind: str = "CPU", *, complete: bool = True) -> ModelConfig:
+    """Parse a config with some options and settings of the tables above, by their names."""
+    options: dict[str, str] = {}
+    document: dict[str, Any] = {}
+    for name in settings.split(" + "):
+        if name in _OPTIONS:
+            options |= _OPTIONS[name]
+        else:
+            document |= _DOCUMENTS[name]
+    arguments = build.arguments(parameters=pbtxt.parameters(options), **document)
+    return model_config.parse(arguments | {"model_instance_kind": kind}, complete=complete)
+
+
+_CONFLICTS = {
+    "stream + sequences": "sequence_batching is set, and the model is decoupled",
+    "class and factory": "MODEL_CLASS is set, and MODEL_FACTORY is set",
+    "both types": "OPTIMIZE asks for bf16, and OPTIMIZE asks for fp16",
+    "pad + state": "PAD is set, and a state of sequence_batching has dims of -1",
+    "buckets + unbatched": "BATCH_BUCKETS is set, and max_batch_size is 0",
+    "pad + unbatched": "PAD is set, and max_batch_size is 0",
+    "pad + stream": "PAD is set, and the model is decoupled",
+    "buckets + stream": "BATCH_BUCKETS is set, and the model is decoupled",
+    "compiled + stream": "OPTIONAL_PARAMETERS is set, and the model is decoupled",
+    "freeze + stream": "OPTIMIZE asks for freeze, and the model is",
+    "profile + stream": "PROFILE_DIR is set, and the model is decoupled",
+    "shared + stream": "shares the weights on the GPU, and the model is decoupled",
+    "pad + batch_output": "PAD is set, and config.pbtxt has batch_input or",
+    "buckets + batch_input": "BATCH_BUCKETS is set, and config.pbtxt has batch_input or",
+    "fixed shapes + batch_input": "has dynamic: false, and config.pbtxt has batch_input or",
+    "stream + batch_input": "the model is decoupled, and config.pbtxt has batch_input or",
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), _CONFLICTS.items())
+def test_conflict_fails_the_load_but_not_the_completion(settings: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        named(settings, "GPU")
+    assert message in str(raised.value)
+    named(settings, complete=False)
+
+
+_ACCEPTED = {
+    "graphs + buckets": "GPU",
+    "pad + state y": "CPU",
+    "not compiled + shared + stream": "CPU",
+    "compiled + batch_input": "CPU",
+}
+
+
+@pytest.mark.parametrize(("settings", "kind"), _ACCEPTED.items())
+def test_accepted_combination(settings: str, kind: str) -> None:
+    assert named(settings, kind).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"cc_model_filenames": {"8.0": "a.pt"}}, "cc_model_filenames is set. Use default"),
+        ({"output": []}, "config.pbtxt lists no inputs, or no outputs"),
+        ({"input": [tensor(data_type="TYPE_BYTES")]}, "'x' has data_type TYPE_BYTES; expected"),
+        (state(data_type="TYPE_INVALID"), "'past' has data_type TYPE_INVALID"),
+    ],
+)
+def test_invalid_setting(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parsed(**document)
+    assert message in str(raised.value)

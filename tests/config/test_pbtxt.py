@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
+import build
 import pytest
 
 from torch_py_backend.config import model_config, pbtxt
@@ -16,6 +17,7 @@ _TYPICAL = """
 # A comment with a "quote" and a [bracket]
 backend: "pytorch_py"  # behind a field
 max_batch_size: 8
+default_model_filename: "net.pt"
 input [
   { name: "größe" data_type: TYPE_FP32 dims: [ -1, 4 ] },
   { name: "flag" data_type: TYPE_BOOL dims: [ 1 ] reshape { shape: [ ] } optional: true }
@@ -35,22 +37,33 @@ def _read(folder: Path, text: str | bytes) -> dict[str, Any]:
 
 
 def test_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fields have Triton's names, sizes are integers; Triton's arguments are strings of that."""
+    """Fields have Triton's names, sizes are integers; Triton's arguments are strings of that.
+
+    A ModelConfig has all facts of the arguments; a relative folder becomes absolute.
+    """
     document = _read(tmp_path, _TYPICAL)
     assert document["output"][0]["dims"] == [9007199254740993]
     monkeypatch.chdir(tmp_path)
     arguments = pbtxt.arguments(Path("digits"), "3", document)
     assert all(isinstance(value, str) for value in arguments.values())
-    assert json.loads(arguments["model_config"]) == document
-    parsed = model_config.parse(arguments)
-    assert parsed.max_batch_size == 8
-    assert [str(spec) for spec in parsed.inputs] == ["größe FP32 [-1, 4]", "flag BOOL []"]
-    assert [spec.optional for spec in parsed.inputs] == [False, True]
-    assert [str(spec) for spec in parsed.outputs] == ["y BYTES [3, 1]"]
-    assert (parsed.name, parsed.version_folder) == ("digits", tmp_path / "digits" / "3")
-    assert parsed.options.method == "encode"
-    # A group has at least one instance; the device is that of the first one.
-    assert (parsed.kind, parsed.device_id, parsed.instances) == ("GPU", 1, 5)
+    config = model_config.parse(arguments)
+    flag, y = build.spec("flag", "BOOL", ()), build.spec("y", "BYTES", (3, 1))
+    assert config == build.config(
+        tmp_path / "digits",
+        version="3",
+        # A group has at least one instance; the device is that of the first one.
+        kind="GPU",
+        device_id=1,
+        instances=5,
+        inputs=(
+            build.spec("größe", dims=(-1, 4)),
+            dataclasses.replace(flag, optional=True, reshaped=True),
+        ),
+        outputs=(dataclasses.replace(y, reshaped=True),),
+        default_model_filename="net.pt",
+        method="encode",
+    )
+    assert config.version_folder == tmp_path / "digits" / "3"
 
 
 def test_no_file_and_an_empty_one_have_triton_s_defaults(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -10,11 +11,13 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from openapi_spec_validator import validate
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from torch_py_backend.page import models
 from torch_py_backend.page.models import ModelsPage
@@ -46,48 +49,28 @@ _MODELS = {"a": "", "\udcff": "", "b": "is down: no /srv/b/model.py", "grüße":
 _WARNINGS = {"a": [_UNKNOWN, "/srv/m/w.pt is unused"]}
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Answers a request for inference with what it got, and some only once the gate is open."""
-
-    server: _Triton
-
-    def do_GET(self) -> None:
-        self.server.paths.append(self.path)
-        if "stats" in self.path:
-            self.server.gate.wait(60)
-            self._send({"model_stats": []})
-        elif self.server.restricted and "admin-key" not in self.headers:
-            self._send({"error": "This API is restricted"}, 403)
-        else:
-            self._send(_CONFIGS["ticker" if "ticker" in self.path else _PLAIN])
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.paths.append(self.path)
-        if body == b"waits":
-            self.server.gate.wait(60)
-        self._send({"headers": dict(self.headers), "size": len(body)})
-
-    def _send(self, document: object, status: int = 200) -> None:
-        text = json.dumps(document).encode()
-        with contextlib.suppress(OSError):
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-class _Triton(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+class _Triton:
+    """Answers a request for inference with what it got, and some only while it `answers`."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.gate = threading.Event()
+        listener = tritonserver.listen("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.answers, self.restricted = True, False
         self.paths: list[str] = []
-        self.restricted = False
+        route = Route("/{path:path}", self._answer, methods=["GET", "POST"])
+        self.running = http_server.run(listener, [route])
+
+    async def _answer(self, request: Request) -> Response:
+        body = await request.body()
+        self.paths.append(request.scope["raw_path"].decode())
+        waits = body == b"waits" or "stats" in self.paths[-1]
+        while waits and not self.answers:  # noqa: ASYNC110  another thread sets it
+            await asyncio.sleep(0.01)
+        if request.method == "POST":
+            return JSONResponse({"headers": dict(request.headers), "size": len(body)})
+        if self.restricted and "admin-key" not in request.headers:
+            return JSONResponse({"error": "This API is restricted"}, 403)
+        return JSONResponse(_CONFIGS["ticker" if "ticker" in self.paths[-1] else _PLAIN])
 
 
 class Opened:
@@ -99,10 +82,9 @@ class Opened:
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self.origin = {"Origin": f"http://{address}:{self.address[1]}"}
         self.changes: list[tuple[str, str]] = []
-        port = self.triton.server_address[1]
         self.page = ModelsPage(
-            f"127.0.0.1:{port}",
-            (port, 1),
+            f"127.0.0.1:{self.triton.port}",
+            (self.triton.port, 1),
             "admin-key",
             _KEY,
             lambda: {"problem": "", "models": {name: {"reason": ""} for name in _CONFIGS}},
@@ -116,7 +98,7 @@ class Opened:
     def reset(self) -> None:
         self.snapshot = Snapshot(_MODELS, "", _WARNINGS)
         self.probes.stopping = self.triton.restricted = False
-        self.triton.gate.set()
+        self.triton.answers = True
         self.triton.paths.clear()
         self.changes.clear()
         self.page._due = 0.0
@@ -145,10 +127,8 @@ class Opened:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Opened]:
     opened = Opened()
-    with opened.triton, opened.running:
-        threading.Thread(target=opened.triton.serve_forever, daemon=True).start()
+    with opened.triton.running, opened.running:
         yield opened
-        opened.triton.shutdown()
 
 
 @pytest.fixture
@@ -193,7 +173,7 @@ def test_a_server_that_stops_is_live_and_not_ready(opened: Opened) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_port_is_free_again_although_a_client_is_connected(address: str) -> None:
     opened = Opened(address)
-    with opened.triton, opened.running, opened.connect():
+    with opened.triton.running, opened.running, opened.connect():
         assert opened.ask("/live", method="HEAD") == (200, None)
     with pytest.raises(ConnectionRefusedError):
         opened.connect()
@@ -300,7 +280,7 @@ def test_buttons_need_the_admin_key(model: str, key: str, status: int, opened: O
 def test_requests_are_limited_in_size_and_number(opened: Opened) -> None:
     assert opened.ask("/models/ticker/infer", bytes(1 << 20))[0] == 200
     assert opened.ask("/models/ticker/infer", bytes((1 << 20) + 1))[0] == 413
-    opened.triton.gate.clear()
+    opened.triton.answers = False
     answers: list[int] = []
 
     def infer() -> None:
@@ -312,7 +292,7 @@ def test_requests_are_limited_in_size_and_number(opened: Opened) -> None:
         thread.start()
     while len(answers) < 2:
         time.sleep(0.01)
-    opened.triton.gate.set()
+    opened.triton.answers = True
     for thread in threads:
         thread.join()
     assert answers == [429] * 2 + [200] * 4
@@ -324,7 +304,7 @@ def test_statistics_that_hang_delay_no_state(
 ) -> None:
     monkeypatch.setattr(models, "_EVENTS_S", 0.0)
     monkeypatch.setattr(models, "_GET_S", 0.2)
-    opened.triton.gate.clear()
+    opened.triton.answers = False
     status, text = opened.ask("/events")
     state = json.loads(text.partition(b"data: ")[2])
     assert status == 200

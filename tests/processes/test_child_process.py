@@ -58,6 +58,7 @@ other = subprocess.Popen(["sleep", "600"])
 Path({!r}).write_text(f"{{os.getpid()}} {{other.pid}}")
 """
 _HANGS = _STARTS + "time.sleep(600)"
+_VALUE = {"error": "only a value", "größe → \U0001f600\n\x00\udcff": [-1, None]}
 
 
 @pytest.fixture(autouse=True)
@@ -74,31 +75,27 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _run(code: str, seconds: float = 60, *, quiet: bool = False) -> Any:
-    return child_process.run("tasks:execute", {"code": code}, seconds, quiet=quiet)
+    arguments = {"code": code, "value": _VALUE}
+    return child_process.run("tasks:execute", arguments, seconds, quiet=quiet)
 
 
 @pytest.mark.parametrize(
     ("code", "result"),
     [
+        pytest.param("result = value", _VALUE, id="JSON goes there and back"),
         pytest.param(f"result = sys.stdin.read()\n{_CLOSES}", "", id="reads and closes"),
         pytest.param(_FORKS, "of the child", id="forks"),
         pytest.param(_LOSES_ITS_FOLDER_AND_LEAVES_A_THREAD, "finished", id="a folder and a thread"),
     ],
 )
-def test_functions_that_misbehave(
-    code: str, result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_results_also_of_functions_that_misbehave(
+    code: str, result: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is a file in the current folder imported that has the name of a module."""
     for name in ("json", "contextlib", "torch_py_backend", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
     monkeypatch.chdir(tmp_path)
     assert _run(code) == result
-
-
-def test_json_goes_to_the_function_and_back() -> None:
-    value = {"error": "only a value", "größe → \U0001f600\n\x00\udcff": [-1, None]}
-    arguments = {"code": "result = value", "value": value}
-    assert child_process.run("tasks:execute", arguments, 60) == value
 
 
 def test_prints_go_to_standard_error_in_utf_8_or_nowhere(

@@ -7,7 +7,6 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -67,29 +66,20 @@ def test_created_folder_is_private(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o777
 
 
-def _shared(base: Path) -> None:
-    base.mkdir()
-    base.chmod(0o770)
-
-
-def _link(base: Path) -> None:
-    base.with_name("elsewhere").mkdir(mode=0o700)
-    base.symlink_to(base.with_name("elsewhere"))
-
-
-@pytest.mark.parametrize(
-    ("occupy", "says"), [(_shared, "others may write to it .mode 770"), (_link, "it is a link")]
-)
 def test_folder_of_another_user_is_not_used(
-    occupy: Callable[[Path], None], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shared = private_files.shared_folder()
     assert shared == tmp_path / f"torch-py-backend-{_ME}"
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
-    shared.rmdir()
-    occupy(shared)
-    with pytest.raises(PlatformError, match=f"{says}.* TMPDIR"):
+    shared.chmod(0o770)
+    with pytest.raises(PlatformError, match=r"others may write to it .mode 770.* TMPDIR"):
+        private_files.shared_folder()
+    shared.chmod(0o700)
+    shared.rename(tmp_path / "elsewhere")
+    shared.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PlatformError, match=r"it is a link.* TMPDIR"):
         private_files.shared_folder()
 
 

@@ -29,33 +29,33 @@ def test_requests_have_the_key() -> None:
     assert load.kwargs["metadata"] == unload.kwargs["metadata"] == keys
 
 
+_PARSED = "[libprotobuf] Error parsing text-format inference.ModelConfig: 2:16: Expected string"
+_POLLED = "E1127] \"Poll failed for model directory 'm': cannot be read\""
+_NOT_POLLED = "failed to load 'm', failed to poll from model repository"
+_CODES = grpc.StatusCode
+
+
 @pytest.mark.parametrize(
-    ("code", "details", "says"),
+    ("code", "details", "log", "says"),
     [
-        (grpc.StatusCode.OK, "", ""),
-        (grpc.StatusCode.INVALID_ARGUMENT, "load failed", "load failed"),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, "", "StatusCode.DEADLINE_EXCEEDED"),
+        (_CODES.OK, "", "", ""),
+        (_CODES.INVALID_ARGUMENT, "load failed", "", "load failed"),
+        (_CODES.DEADLINE_EXCEEDED, "", "", "StatusCode.DEADLINE_EXCEEDED"),
+        # The reason of an unreadable config may stand a few lines above.
+        (
+            *(_CODES.INTERNAL, _NOT_POLLED, f"{_PARSED}\nI1127 another model\n{_POLLED}\n"),
+            "cannot be read: 2:16: Expected string",
+        ),
+        (_CODES.INTERNAL, _NOT_POLLED, f"{_POLLED}\n", "cannot be read"),
+        (_CODES.INTERNAL, _NOT_POLLED, "", _NOT_POLLED),
     ],
 )
-def test_why_a_load_failed(code: grpc.StatusCode, details: str, says: str) -> None:
+def test_why_a_load_failed(
+    code: grpc.StatusCode, details: str, log: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text(log)
     call = Mock(code=lambda: code, details=lambda: details)
-    assert TritonClient("", "").failure("m", call) == says
-
-
-def test_the_reason_of_an_unreadable_config_may_stand_a_few_lines_above(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    client = TritonClient("", "", log=log)
-    parsed = "[libprotobuf] Error parsing text-format inference.ModelConfig: 2:16: Expected string"
-    failed = "E1127] \"Poll failed for model directory 'net': cannot be read\""
-    details = "failed to load 'net', failed to poll from model repository"
-    call = Mock(code=lambda: grpc.StatusCode.INTERNAL, details=lambda: details)
-    for text, reason in (
-        (f"{parsed}\nI1127 another model\n{failed}\n", "cannot be read: 2:16: Expected string"),
-        (f"{failed}\n", "cannot be read"),
-        ("", details),
-    ):
-        log.write_text(text)
-        assert client.failure("net", call) == reason
+    assert TritonClient("", "", log=tmp_path / "log").failure("m", call) == says
 
 
 def test_names_that_are_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,26 +71,21 @@ def test_a_server_that_dies_during_an_answer(monkeypatch: pytest.MonkeyPatch) ->
         TritonClient("", "").models()
 
 
-def _version(number: str, state: str, reason: str = "") -> dict[str, str]:
-    return {"name": "m", "version": number, "state": state, "reason": reason}
+def _version(state: str, reason: str = "") -> dict[str, str]:
+    return {"name": "m", "version": "1", "state": state, "reason": reason}
 
 
-_WITHDRAWN = _version("1", "UNAVAILABLE", "unloaded")
+_WITHDRAWN = _version("UNAVAILABLE", "unloaded")
+_FAILED = _version("UNAVAILABLE", "Internal: because.")
 
 
 @pytest.mark.parametrize(
     ("versions", "state"),
     [
-        ([_WITHDRAWN, _version("2", "READY")], ModelState(ready=True)),
-        ([_WITHDRAWN, _version("2", "UNLOADING")], ModelState(unloaded=True)),
-        (
-            [_WITHDRAWN, _version("2", "UNAVAILABLE", "Internal: because.")],
-            ModelState(unloaded=True, reason="because"),
-        ),
-        (
-            [_version("2", "UNAVAILABLE", "Internal: because.")],
-            ModelState(reason="because"),
-        ),
+        ([_WITHDRAWN, _version("READY")], ModelState(ready=True)),
+        ([_WITHDRAWN, _version("UNLOADING")], ModelState(unloaded=True)),
+        ([_WITHDRAWN, _FAILED], ModelState(unloaded=True, reason="because")),
+        ([_FAILED], ModelState(reason="because")),
         ([{"name": "m"}], ModelState()),
     ],
     ids=["one serves", "unloaded", "unloaded after a failure", "failed", "never loaded"],

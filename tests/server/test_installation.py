@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import fake_tritonserver
+from command_line import fake_tritonserver, run
 
 import torch_py_backend
 from torch_py_backend.errors import ToolError
@@ -76,15 +76,22 @@ print(torch_py_backend.__file__, model.TritonPythonModel.__module__, "torch" in 
     assert printed.split() == [package, "torch_py_backend.adapter", "False"]
 
 
-def test_older_installation_is_replaced(backends: Path) -> None:
-    target = installation.install(backends, NAME)
+def test_the_command_replaces_an_older_installation_and_removes_it(backends: Path) -> None:
+    arguments, target = ("install", f"--backend-dir={backends}"), backends / NAME
+    printed = run(*arguments).stdout
+    assert printed.startswith(f"installed {target}\n")
+    assert printed.endswith(f" --backend-directory={backends}\n")
     new = files(target)
+    assert "model.py" in new
     (target / "model.py").write_text("old")
     (target / "torch_py_backend" / "stale.py").write_text("old")
     (target / "torch_py_backend" / "errors.py").unlink()
     for name in (NAME, "pytorch"):
-        assert files(installation.install(backends, name)) == new
-    assert names(backends) == ["pytorch", NAME]
+        run(*arguments, f"--name={name}")
+        assert files(backends / name) == new
+    for says in ("removed", "there is no"):
+        assert run(*arguments, "--uninstall").stdout == f"{says} {target}\n"
+    assert names(backends) == ["pytorch"]
 
 
 @pytest.mark.parametrize("content", [f"{NAME}/libtriton_{NAME}.so", f"{NAME}/model.py", NAME])

@@ -47,8 +47,7 @@ def test_values_that_fit(datatype: str, value: object) -> None:
     assert np.array_equal(_sent(datatype, value), np.array(value, dtype=object))
 
 
-def test_values_that_are_converted() -> None:
-    assert np.allclose(_sent("BF16", [[0.1, 1e30]]), [[0.1, 1e30]], rtol=0.01)
+def test_strings_are_sent_as_utf_8() -> None:
     assert _sent("BYTES", [["ä\0", "b"]]).tolist() == [["ä\0".encode(), b"b"]]
 
 

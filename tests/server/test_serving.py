@@ -49,37 +49,36 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-@pytest.mark.parametrize("names", [(), ("digits",)])
-def test_a_changed_model_is_loaded_once_its_files_stay_the_same(
-    names: tuple[str, ...], repository: Path
-) -> None:
-    """Models that the server was not told to load are left alone."""
-    server = Fake(repository, *names)
+def test_a_changed_model_is_loaded_once_its_files_stay_the_same(repository: Path) -> None:
+    """One that is removed stays as it is in Triton."""
+    server = Fake(repository)
     assert server.run(3) == []
-    if names:
-        _write(repository / "letters" / "config.pbtxt", "changed")
     for text in ("12", "123", "1234"):
         _write(repository / "digits" / "1" / "model.py", text)
         assert server.run(1) == []
+    (repository / "letters").rename(repository.parent / "letters")
     assert server.run(5) == ["digits"]
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["compile_cache/fxgraph/graph", "1/__pycache__/model.pyc", ".config.pbtxt.swp"],
+    ("names", "path", "loaded"),
+    [
+        ((), "shapes/config.pbtxt", ["shapes"]),
+        # Models that the server was not told to load are left alone.
+        (("digits",), "letters/config.pbtxt", []),
+        (("digits",), "digits/config.pbtxt", ["digits"]),
+        # What a load or an editor writes is no change.
+        ((), "digits/compile_cache/fxgraph/graph", []),
+        ((), "digits/1/__pycache__/model.pyc", []),
+        ((), "digits/.config.pbtxt.swp", []),
+    ],
 )
-def test_what_a_load_or_an_editor_writes_is_no_change(name: str, repository: Path) -> None:
-    server = Fake(repository)
-    _write(repository / "digits" / name, "new")
-    assert server.run(5) == []
-
-
-def test_models_that_are_added_and_removed(repository: Path) -> None:
-    """One that is removed stays as it is in Triton."""
-    server = Fake(repository)
-    _write(repository / "shapes" / "config.pbtxt", "")
-    (repository / "letters").rename(repository.parent / "letters")
-    assert server.run(5) == ["shapes"]
+def test_what_is_loaded_after_a_change(
+    names: tuple[str, ...], path: str, loaded: list[str], repository: Path
+) -> None:
+    server = Fake(repository, *names)
+    _write(repository / path, "new")
+    assert server.run(5) == loaded
 
 
 def test_a_load_that_cannot_begin_is_tried_again(repository: Path) -> None:
