@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,16 +66,6 @@ class Negate(nn.Module):
         return -x
 
 
-class Pair(NamedTuple):
-    first: Tensor
-    second: Tensor
-
-
-class ReturnsNamedTuple(nn.Module):
-    def forward(self, x: Tensor) -> Pair:
-        return Pair(x + 1, x + 2)
-
-
 class Outputs(nn.Module):
     """Outputs of several layouts in memory and of several origins; x comes in pairs of pairs.
 
@@ -86,7 +76,7 @@ class Outputs(nn.Module):
         super().__init__()
         self.register_forward_hook(lambda _, inputs, result: {**result, "y": -result["y"]})
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor) -> dict[str, Any]:
         rows = x.flatten(1)
         wide = torch.stack([rows, -rows], dim=2)
         with torch.enable_grad():
@@ -98,6 +88,7 @@ class Outputs(nn.Module):
             "a": wide[:, :, 0],
             "b": rows[:1].expand(len(rows), -1),
             "c": torch.view_as_complex(wide).conj().imag,
+            "d": rows.cpu().numpy()[:, ::-1],
         }
 
 
@@ -126,35 +117,24 @@ class Judge(nn.Module):
         return x * 2
 
 
-class Settings(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        # These two are read by setting them.
-        executor = torch._C._jit_set_profiling_executor(True)
-        torch._C._jit_set_profiling_executor(executor)
-        profiling = torch._C._jit_set_profiling_mode(True)
-        torch._C._jit_set_profiling_mode(profiling)
-        values = [
-            torch.get_num_threads(),
-            torch.get_num_interop_threads(),
-            torch.is_inference_mode_enabled(),
-            torch.is_grad_enabled(),
-            torch.backends.cudnn.enabled,
-            executor,
-            profiling,
-            torch._C._jit_texpr_fuser_enabled(),
-            torch._C._get_graph_executor_optimize(),
-        ]
-        return torch.tensor([[int(value) for value in values]]).expand(x.shape[0], -1)
-
-
-class Compiled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.second = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.nn.functional.gelu(self.first(x)))
+def settings(x: Tensor) -> Tensor:
+    # These two are read by setting them.
+    executor = torch._C._jit_set_profiling_executor(True)
+    torch._C._jit_set_profiling_executor(executor)
+    profiling = torch._C._jit_set_profiling_mode(True)
+    torch._C._jit_set_profiling_mode(profiling)
+    values = [
+        torch.get_num_threads(),
+        torch.get_num_interop_threads(),
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch.backends.cudnn.enabled,
+        executor,
+        profiling,
+        torch._C._jit_texpr_fuser_enabled(),
+        torch._C._get_graph_executor_optimize(),
+    ]
+    return torch.tensor([[int(value) for value in values]]).expand(x.shape[0], -1)
 
 
 class Reuses(nn.Module):
@@ -172,42 +152,30 @@ class Reuses(nn.Module):
         return made
 
 
-class Optionals(nn.Module):
+def optionals(
+    x: Tensor,
+    scale: Tensor | None,
+    state: tuple[Tensor, Tensor] | None = None,
+    *,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Tensors that may be left out: two of them only together."""
-
-    def forward(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        state: tuple[Tensor, Tensor] | None = None,
-        *,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        scaled = x if scale is None else x * scale
-        if state is not None:
-            scaled = scaled * state[0] + state[1]
-        return scaled if bias is None else scaled + bias
+    scaled = x if scale is None else x * scale
+    if state is not None:
+        scaled = scaled * state[0] + state[1]
+    return scaled if bias is None else scaled + bias
 
 
-class Strings(nn.Module):
+def in_rows(blobs: list[bytes], words: list[list[str]]) -> dict[str, Any]:
     """Bytes that are no text in rows of two, and strings in rows as they were sent."""
-
-    def forward(self, blobs: list[bytes], words: list[list[str]]) -> dict[str, Any]:
-        pairs = [[blobs[i + 1], blobs[i]] for i in range(0, len(blobs), 2)]
-        return {"y": pairs, "joined": [" ".join(row) for row in words]}
+    pairs = [[blobs[i + 1], blobs[i]] for i in range(0, len(blobs), 2)]
+    return {"y": pairs, "joined": [" ".join(row) for row in words]}
 
 
-class BFloat(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([2.0], dtype=torch.bfloat16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def encode(self, x: Tensor) -> Tensor:
-        assert x.dtype is torch.bfloat16
-        return x * self.weight
+def scalars(x: Tensor, power: int, factor: float, negative: bool, unit: str = "one") -> Tensor:
+    assert [type(value) for value in (power, factor, negative, unit)] == [int, float, bool, str]
+    result = x**power * factor * {"one": 1, "ten": 10}[unit]
+    return -result if negative else result
 
 
 def mirror(x: Tensor, b: Tensor) -> dict[str, Tensor]:
@@ -218,9 +186,10 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
-def build_affine(width: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(width, 1)
+def build_sum(width: int) -> nn.Module:
+    layer = nn.Linear(width, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return layer
 
 
 def echo(**inputs: Tensor) -> dict[str, Tensor]:
@@ -236,18 +205,6 @@ class Tokens(nn.Module):
         return {"y": ids * 100 + places, "count": mask.sum(1, keepdim=True)}
 
 
-class Convolution(nn.Module):
-    """Whole numbers in, whole numbers out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(2, 3, 3, padding=1, bias=False)
-        nn.init.constant_(self.convolution.weight, 1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.convolution(x))
-
-
 class Accumulate(nn.Module):
     def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
         if bool((x == -1).any()):
@@ -256,20 +213,15 @@ class Accumulate(nn.Module):
         return {"y": total, "sum": total}
 
 
-class Signals(nn.Module):
-    def forward(
-        self, x: Tensor, START: Tensor, END: Tensor, READY: Tensor, CORRID: Any
-    ) -> dict[str, Any]:
-        return {"start": START, "end": END, "ready": READY, "corrid": CORRID}
+def signals(x: Tensor, START: Tensor, END: Tensor, READY: Tensor, CORRID: Any) -> dict[str, Any]:
+    return {"start": START, "end": END, "ready": READY, "corrid": CORRID}
 
 
-class Cache(nn.Module):
+def cache(x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
     """A state that grows by a value in each step, in place where it can."""
-
-    def forward(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
-        past += 1  # who else holds it would see it
-        past = torch.cat([past, x], dim=1)
-        return past.sum(dim=1, keepdim=True), past
+    past += 1  # who else holds it would see it
+    past = torch.cat([past, x], dim=1)
+    return past.sum(dim=1, keepdim=True), past
 
 
 class Chronicle(nn.Module):
@@ -301,35 +253,6 @@ class Slots(nn.Module):
         kept = self.totals[:rows] * (1 - START)
         self.totals[:rows] = torch.where(READY > 0, kept + x, self.totals[:rows])
         return self.totals[:rows].clone()
-
-
-class BatchInputs(nn.Module):
-    """Takes one ragged input of maps and every kind of batch input; a row for each request."""
-
-    def forward(
-        self,
-        x: Tensor,
-        count: Tensor,
-        end: Tensor,
-        offset: Tensor,
-        longest: Tensor,
-        shape: Tensor,
-        flat: Tensor,
-    ) -> Tensor:
-        totals = torch.cat([x.new_zeros(1), x.cumsum(0)])
-        sizes, ends, offsets = count.long(), end.long(), offset.long()
-        present = torch.arange(longest.shape[0], device=x.device) < sizes.unsqueeze(1)
-        columns = [
-            totals[offsets[:-1] + sizes] - totals[offsets[:-1]],
-            totals[ends] - totals[ends - sizes],
-            totals[offsets[1:]] - totals[offsets[:-1]],
-            present.sum(1),
-            shape[:, 0],
-            shape[:, 1],
-            flat.reshape(-1, 2).prod(1),
-            torch.full_like(sizes, x.dim()),
-        ]
-        return torch.stack([one.to(x.dtype) for one in columns], 1)
 
 
 class Centered(nn.Module):

@@ -39,6 +39,14 @@ def test_a_graph_break_fails_the_load_only_with_fullgraph() -> None:
     assert compiled({"backend": "eager"}, branching)(torch.ones(1)) == 2
 
 
+def test_an_error_of_the_compiler_fails_the_load_with_what_to_install() -> None:
+    def broken(*_: object) -> Any:
+        raise FileNotFoundError("no-such-compiler")
+
+    with pytest.raises(LoadError, match=r"failed: FileNotFoundError: no-such.* such as g\+\+"):
+        compiled({"backend": broken}, triple)(torch.ones(1))
+
+
 def test_an_error_of_the_model_is_its_own() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         compiled({"backend": "eager"}, lambda x: x @ torch.ones(3, 3))(torch.ones(2, 4))

@@ -171,7 +171,7 @@ def _start(folder: Path, scratch: Path) -> tuple[str, list[Any], dict[str, int],
     settings = build.config(
         folder,
         max_batch_size=1,
-        outputs=(build.spec("y", dims=(2,)),),
+        outputs=(build.spec("y", dims=(3,)),),
         torch_compile_optional_parameters={},
         weights="none",
     )
@@ -188,7 +188,7 @@ def _start(folder: Path, scratch: Path) -> tuple[str, list[Any], dict[str, int],
 @pytest.mark.slow
 def test_later_starts_compile_nothing(tmp_path: Path) -> None:
     """A second start, of a copy of the folder at another path, loads every graph."""
-    build.write(tmp_path / "model", "model.py", models.source(models.Compiled))
+    build.write(tmp_path / "model", "model.py", models.source(models.Affine))
     built, answer, *cold = children.call(_start, tmp_path / "model", tmp_path / "first")
     assert built
     moved = Path(shutil.copytree(tmp_path / "model", tmp_path / "moved" / "model"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import build
 import numpy as np
+import pytest
 import torch
 from engines import check, engine, texts
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import BatchInput
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import ForwardError, OutputError
+from torch_py_backend.pipeline import ragged as flattening
 from torch_py_backend.values import Item
 
 
@@ -40,6 +42,28 @@ def create_engine(forward: Callable[..., Any], **overrides: Any) -> Engine:
 
 def item(value: float, *shape: int) -> Item:
     return {"x": np.full(shape, value, dtype=np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("ELEMENT_COUNT", [6, 1, 8]),
+        ("ACCUMULATED_ELEMENT_COUNT", [6, 7, 15]),
+        ("ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", [0, 6, 7, 15]),
+        ("MAX_ELEMENT_COUNT_AS_SHAPE", [0] * 8),
+        ("ITEM_SHAPE", [[2, 3], [1, 1], [1, 4], [1, 4]]),
+        ("ITEM_SHAPE_FLATTEN", [2, 3, 1, 1, 1, 4, 1, 4]),
+    ],
+)
+def test_batch_inputs_say_the_shapes_of_requests_or_of_their_rows(
+    kind: str, expected: list[Any]
+) -> None:
+    for dtype, numbers in (("INT32", torch.int32), ("FP32", torch.float32)):
+        made = BatchInput("n", f"BATCH_{kind}", dtypes.from_triton(dtype), "x")
+        shapes = ((1, 2, 3), (1, 1, 1), (2, 1, 4))
+        column = torch.as_tensor(flattening.batch_input(made)([torch.ones(one) for one in shapes]))
+        assert column.dtype is numbers
+        assert column.tolist() == expected
 
 
 def test_ragged_strings_are_one_flat_list() -> None:
