@@ -1,8 +1,7 @@
 """A fake of `triton_python_backend_utils`, as completed by a stub of Triton 24.10.
 
 It refuses what the real module refuses, and raises where the real one corrupts data silently. The
-scenarios run against it and against a real server, so that the fake cannot drift. `become` turns it
-into a newer release, for which there is no real server here.
+scenarios run against it and against a real server, so that the fake cannot drift.
 """
 
 from __future__ import annotations
@@ -253,7 +252,7 @@ class InferenceRequest:
 
     def exec(self) -> InferenceResponse:
         model = self.served.get(self.model_name)
-        if model is None or not is_ready(_generation, model):
+        if model is None:
             message = f"Failed for execute the inference request. Model '{self.model_name}' is not"
             return InferenceResponse(error=TritonError(f"{message} ready.", TritonError.UNKNOWN))
         return model(self)
@@ -295,25 +294,6 @@ class InferenceResponse:
 
     def error(self) -> TritonError | None:
         return self._error
-
-
-# The newest release of each generation of the interface, as far as this backend uses it.
-GENERATIONS = ("24.10", "26.03")
-_generation = GENERATIONS[0]
-
-
-def become(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behave like that release until the end of the test."""
-    monkeypatch.setitem(globals(), "_generation", generation)
-
-
-def is_ready(generation: str, model: Any) -> bool:
-    if generation == GENERATIONS[0] or not hasattr(model, "is_ready"):
-        return True
-    ready = model.is_ready()
-    if not isinstance(ready, bool):
-        raise TritonModelException("is_ready() must return a bool")
-    return ready
 
 
 class ModelConfig:
@@ -383,10 +363,8 @@ def _controls(sequencing: dict[str, Any], turn: Turn, document: dict[str, Any]) 
     for entry in sequencing["control_input"]:
         (control,) = entry["control"]
         if control["kind"] == "CONTROL_SEQUENCE_CORRID":
-            text = control["data_type"] == "TYPE_STRING"
-            kind = "object" if text else control["data_type"].removeprefix("TYPE_").lower()
-            name = str(turn.id).encode() if text else turn.id
-            yield Tensor(entry["name"], np.full(shape, name, dtype=kind))
+            kind = control["data_type"].removeprefix("TYPE_").lower()
+            yield Tensor(entry["name"], np.full(shape, turn.id, dtype=kind))
             continue
         for key, kind in (("int32", "int32"), ("fp32", "float32"), ("bool", "bool")):
             values = control[f"{key}_false_true"]

@@ -24,8 +24,6 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "torch-py-backend.json"
 PAGE = DOCS / "metrics.md"
 # What Prometheus is told to call these servers.
 JOB = "torch-py-backend"
-# Prometheus' own, of every server that it asks.
-_UP = "up"
 
 
 def rules() -> list[dict[str, Any]]:
@@ -75,11 +73,6 @@ def _selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
 
 
 BY_NAME = {row.name: row for row in metric_families.TABLE}
-
-
-def known() -> dict[str, Family | None]:
-    """The series of this backend with their rows, and Prometheus' own."""
-    return {**BY_NAME, _UP: None}
 
 
 def table() -> str:

@@ -338,16 +338,14 @@ _SCALARS: Arrays = {
 _BLOBS = strings([b"\xff\x00", b"a"], [b"", b"\xfe"])
 
 
-def _optional(*names: str) -> dict[str, list[int | str]]:
-    return {"x": [4], **{name: [4, "optional: true"] for name in names}}
-
+_OPTIONAL = ("scale", "bias", "ARGS[2][0]", "ARGS[2][1]")
 
 CALLS = (
     Scenario(
         "optional_inputs",
         python(models.optionals),
         config(
-            _optional("scale", "bias", "ARGS[2][0]", "ARGS[2][1]"),
+            {"x": [4], **{name: [4, "optional: true"] for name in _OPTIONAL}},
             {"y": [4]},
             more="dynamic_batching { }\n",
         ),
@@ -533,11 +531,9 @@ POISON = (
 )
 
 
-def _batch_input(kind: str, name: str, source: str = "x", dtype: str = "INT32") -> str:
-    return (
-        f'batch_input [{{ kind: BATCH_{kind} target_name: "{name}" data_type: TYPE_{dtype}'
-        f' source_input: "{source}" }}]\n'
-    )
+def _batch_input(kind: str, name: str, source: str = "x") -> str:
+    fields = f'kind: BATCH_{kind} target_name: "{name}" source_input: "{source}"'
+    return f"batch_input [{{ {fields} data_type: TYPE_INT32 }}]\n"
 
 
 def _centered(*shape: int) -> Call:
@@ -647,23 +643,14 @@ def steps(name: int | str, *pairs: tuple[Arrays, Arrays]) -> list[Call]:
     ]
 
 
-def totals(name: int | str, *rows: float, outputs: tuple[str, ...] = ("y",)) -> list[Call]:
-    sums = itertools.accumulate(rows)
-    pairs = (({"x": _row(row)}, dict.fromkeys(outputs, _row(next(sums)))) for row in rows)
-    return steps(name, *pairs)
-
-
-def _listed(name: int | str, *rows: float) -> list[Call]:
-    return totals(name, *rows, outputs=("y", "sum"))
+def totals(name: int | str, *rows: float) -> list[Call]:
+    pairs = zip(map(_row, rows), map(_row, itertools.accumulate(rows)), strict=True)
+    return steps(name, *(({"x": x}, {"y": total, "sum": total}) for x, total in pairs))
 
 
 def interleaved(*sequences: list[Call]) -> tuple[Call, ...]:
     """The first steps of all, then the second ones."""
     return tuple(call for step in zip(*sequences, strict=True) for call in step)
-
-
-def _accumulates(text: str) -> str:
-    return config({"x": [4]}, {"y": [4]}, more=text)
 
 
 _SIGNALS = {"start": "INT32", "end": "FP32", "ready": "BOOL", "corrid": "UINT64"}
@@ -711,25 +698,34 @@ SEQUENCES = (
     Scenario(
         "state_oldest",
         python(models.Accumulate),
-        _accumulates(sequencing(state(initial="zero_data: true"))) + tensor("output", "sum", [4]),
+        config(
+            {"x": [4]},
+            {"y": [4], "sum": [4]},
+            more=sequencing(state(initial="zero_data: true")),
+        ),
         (
-            *interleaved(_listed(1, 1, 2, 4), _listed("1", 10, 20, 40)),
+            *interleaved(totals(1, 1, 2, 4), totals("1", 10, 20, 40)),
             # A sequence that never ends, and one that begins in the middle of itself.
-            *_listed(4, 1, 2, 4)[:2],
-            *_listed(4, 10, 20)[:1],
-            *_listed(4, 5, 5),
+            *totals(4, 1, 2, 4)[:2],
+            *totals(4, 10, 20)[:1],
+            *totals(4, 5, 5),
             # Errors in the middle and at the end.
             Call({"x": _row(2)}, {"y": _row(2), "sum": _row(2)}, turn=Turn(3, starts=True)),
             Call({"x": _row(-1)}, _MINUS, turn=Turn(3)),
             Call({"x": _row(3)}, {"y": _row(5), "sum": _row(5)}, turn=Turn(3)),
             Call({"x": _row(-1)}, _MINUS, turn=Turn(3, ends=True)),
-            *_listed(3, 4, 5),
+            *totals(3, 4, 5),
         ),
     ),
     Scenario(
         "state_unbatched",
         python(models.Accumulate),
-        config({"x": [1, 4]}, {"y": [1, 4]}, max_batch_size=0, more=sequencing(state(dims="1, 4"))),
+        config(
+            {"x": [1, 4]},
+            {"y": [1, 4], "sum": [1, 4]},
+            max_batch_size=0,
+            more=sequencing(state(dims="1, 4")),
+        ),
         interleaved(totals(1, 1, 2, 4), totals(2, 10, 20, 40)),
     ),
     Scenario(
@@ -786,7 +782,8 @@ _LISTS = "def f(x):\n    return {'y': (x * 2).tolist()}\n"
 
 
 def _refused_state(name: str, batching: str, says: str) -> Scenario:
-    return refused(name, python(models.Accumulate), _accumulates(batching), says)
+    text = config({"x": [4]}, {"y": [4]}, more=batching)
+    return refused(name, python(models.Accumulate), text, says)
 
 
 LOAD_ERRORS = (

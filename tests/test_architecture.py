@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import build
+import children
+import models
 import pytest
 import safetensors.torch
 import torch
 
 import torch_py_backend
+from torch_py_backend.config import threads
+from torch_py_backend.engine import load, warmup
 
 _PACKAGE = Path(torch_py_backend.__file__).parent
 # Imported by Triton and the command line when no model is loaded.
 _WITHOUT_TORCH = ("config", "processes", "server", "cli", "adapter")
-_LINEAR = """
-from torch import nn
-
-class Sum(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 4)
-"""
 
 
 def _modules(package: str) -> list[str]:
@@ -31,13 +29,6 @@ def _modules(package: str) -> list[str]:
     if package == "adapter":  # its modules are imported once torch is
         return [name]
     return [name, *(f"{name}.{one.name}" for one in pkgutil.iter_modules([_PACKAGE / package]))]
-
-
-def _prints(code: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_package_completion_commands_and_supervisor_do_not_import_torch() -> None:
@@ -59,7 +50,12 @@ def test_the_package_completion_commands_and_supervisor_do_not_import_torch() ->
         "    assert 'torch' not in sys.modules, name\n"
     )
     advice = "torch_py_backend.serve needs psutil: pip install 'torch-py-backend[server]'.\n"
-    assert _prints(code, *(name for part in _WITHOUT_TORCH for name in _modules(part))) == advice
+    names = [name for part in _WITHOUT_TORCH for name in _modules(part)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == advice, done.stderr
+    assert done.returncode == 0, done.stderr
     assert torch_py_backend.save_model.__module__ == "torch_py_backend.saving.save_model"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         torch_py_backend.nothing  # noqa: B018
@@ -69,24 +65,23 @@ def test_the_package_completion_commands_and_supervisor_do_not_import_torch() ->
 _NOT_NEEDED = ("torch._dynamo", "sympy", "psutil", "grpc", "uvicorn", "rich", "typer", "PIL")
 
 
-def test_what_an_eager_model_does_not_import(tmp_path: Path) -> None:
-    """A module is loaded, warmed up and run with the wheel's own requirements alone."""
-    build.write(tmp_path, "model.py", _LINEAR)
-    weights = {"weight": torch.ones(4, 4), "bias": torch.zeros(4)}
-    (tmp_path / "1" / "model.safetensors").write_bytes(safetensors.torch.save(weights))
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import build; from pathlib import Path;"
-        "from torch_py_backend.config import threads;"
-        "from torch_py_backend.engine import load, warmup; import torch;"
-        "config = build.config(Path(sys.argv[2]));"
-        "made = load.build(config, threads.budget(config)); warmup.run(made);"
-        "(outcome,) = made.run([{'x': torch.ones(1, 4)}]);"
-        "assert outcome['y'].tolist() == [[4] * 4], outcome;"
-        "print([name for name in sys.argv[3:] if name in sys.modules]);"
-        "import torch_py_backend.autocomplete.schema, torch_py_backend.saving.save_model;"
-        "import torch_py_backend.model_folders.inspection;"
-        # It takes a second to import: only models that are compiled wait for it.
-        "assert 'torch._inductor' not in sys.modules"
-    )
-    told = _prints(code, str(Path(__file__).parent), str(tmp_path), *_NOT_NEEDED)
-    assert told.strip() == "[]"
+def _run(folder: Path) -> list[str]:
+    """Run a module, and return what is imported that it does not need."""
+    options = {"model_factory": "build_sum", "model_kwargs": {"width": 4}}
+    config = build.config(folder, outputs=(build.spec("y", dims=(1,)),), **options)
+    engine = load.build(config, threads.budget(config))
+    warmup.run(engine)
+    (outcome,) = engine.run([{"x": torch.ones(1, 4)}])
+    assert outcome["y"].tolist() == [[4]]
+    imported = [name for name in _NOT_NEEDED if name in sys.modules]
+    for name in ("autocomplete.schema", "saving.save_model", "model_folders.inspection"):
+        importlib.import_module(f"torch_py_backend.{name}")
+    # It takes a second to import: only models that are compiled wait for it.
+    return imported + [name for name in ("torch._inductor",) if name in sys.modules]
+
+
+def test_a_module_is_loaded_and_run_with_the_wheels_own_requirements(tmp_path: Path) -> None:
+    build.write(tmp_path, "model.py", models.source(models.build_sum))
+    weights = safetensors.torch.save({"weight": torch.ones(1, 4)})
+    build.write(tmp_path, "model.safetensors", weights)
+    assert children.call(_run, tmp_path) == []

@@ -100,9 +100,21 @@ def test_options_are_not_evaluated(tmp_path: Path) -> None:
             assert not mark.exists(), key
 
 
-_LONG = "a" * 300
-_ELSEWHERE = ["../../secret.pt", "{outside}/secret.pt", "link.pt", "folder/secret.pt", "circle.pt"]
-_ELSEWHERE += ["nul\0.pt", f"{_LONG}.pt", "/dev/zero"]
+_SECRET = "secret.safetensors"
+_ELSEWHERE = [f"../../{_SECRET}", f"{{outside}}/{_SECRET}", "link", f"folder/{_SECRET}", "circle"]
+_ELSEWHERE += ["a\0", "a" * 300, "/dev/zero"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder with links to weights beside it."""
+    folder = tmp_path / "digits"
+    version = build.write(folder, "model.py", models.source(models.Affine)).parent
+    safetensors.torch.save_file(models.Affine().state_dict(), tmp_path / _SECRET)
+    (version / "link").symlink_to(tmp_path / _SECRET)
+    (version / "folder").symlink_to(tmp_path)
+    (version / "circle").symlink_to("circle")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -110,16 +122,18 @@ _ELSEWHERE += ["nul\0.pt", f"{_LONG}.pt", "/dev/zero"]
     [*(("weights", name) for name in _ELSEWHERE), ("default_model_filename", _ELSEWHERE[0])],
 )
 def test_no_path_or_link_of_an_option_leads_out_of_the_folder(
-    tmp_path: Path, option: str, name: str
+    folder: Path, option: str, name: str
 ) -> None:
-    folder = tmp_path / "digits"
-    build.write(folder, "model.py", "class Net: ...\n")
-    torch.save({}, tmp_path / "secret.pt")
-    (folder / "1" / "link.pt").symlink_to(tmp_path / "secret.pt")
-    (folder / "1" / "folder").symlink_to(tmp_path)
-    (folder / "1" / "circle.pt").symlink_to("circle.pt")
     with pytest.raises(ConfigError, match="expected a file in the model's own folder"):
-        discovery.find(build.config(folder, **{option: name.format(outside=tmp_path)}))
+        discovery.find(build.config(folder, **{option: name.format(outside=folder.parent)}))
+
+
+@pytest.mark.parametrize("shard", [*_ELSEWHERE, "gone", ""])
+def test_no_shard_leads_out_of_the_folder(folder: Path, process: None, shard: str) -> None:
+    index = {"weight_map": {"linear.weight": shard.format(outside=folder.parent)}}
+    build.write(folder, "model.safetensors.index.json", json.dumps(index))
+    with pytest.raises(ArtifactError, match="expected a file beside the index"):
+        _load(folder)
 
 
 @pytest.mark.parametrize("name", ["model.pt", None])
@@ -142,18 +156,3 @@ def test_version_that_is_a_link(tmp_path: Path) -> None:
     (folder / "1").symlink_to(release)
     found = discovery.find(build.config(folder, weights="best.safetensors"))
     assert found.weights == folder / "1" / "best.safetensors"
-
-
-@pytest.mark.parametrize(
-    "shard",
-    ["../../secret.safetensors", "{outside}/secret.safetensors", "link", "a\0", _LONG, "gone", ""],
-)
-def test_no_shard_leads_out_of_the_folder(tmp_path: Path, process: None, shard: str) -> None:
-    folder = tmp_path / "digits"
-    build.write(folder, "model.py", models.source(models.Affine))
-    safetensors.torch.save_file(models.Affine().state_dict(), tmp_path / "secret.safetensors")
-    (folder / "1" / "link").symlink_to(tmp_path / "secret.safetensors")
-    index = {"weight_map": {"linear.weight": shard.format(outside=tmp_path)}}
-    build.write(folder, "model.safetensors.index.json", json.dumps(index))
-    with pytest.raises(ArtifactError, match="expected a file beside the index"):
-        _load(folder)

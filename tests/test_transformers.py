@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from instances import Served
-from scenarios import Scenario, config, tensor
+from scenarios import Scenario, config
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.processes import child_process
@@ -20,17 +20,15 @@ from torch_py_backend.processes import child_process
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-_GENERATOR = (
-    config(
-        {},
-        {},
-        parameters={"METHOD": "generate", "MODEL_FACTORY": "transformers:AutoModelForCausalLM"},
-    )
-    + tensor("input", "input_ids", [-1], "INT64")
-    + tensor("input", "attention_mask", [-1], "INT64")
-    + tensor("input", "max_new_tokens", [1], "INT32")
-    + tensor("input", "do_sample", [1], "BOOL", more="optional: true")
-    + tensor("output", "sequences", [-1], "INT64")
+_GENERATOR = config(
+    {
+        "input_ids": ["INT64", -1],
+        "attention_mask": ["INT64", -1],
+        "max_new_tokens": ["INT32", 1],
+        "do_sample": ["BOOL", 1, "optional: true"],
+    },
+    {"sequences": ["INT64", -1]},
+    parameters={"METHOD": "generate", "MODEL_FACTORY": "transformers:AutoModelForCausalLM"},
 )
 
 

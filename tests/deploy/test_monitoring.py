@@ -13,7 +13,8 @@ from scripts import check_pages
 
 _QUERIES = monitoring.queries()
 _RULES = monitoring.rules()
-_KNOWN = monitoring.known()
+# The series of this backend, and Prometheus' own of every server that it asks.
+_KNOWN = {**monitoring.BY_NAME, "up": None}
 # Of the server, by Prometheus and its operator.
 _OF_TARGETS = {"job", "instance", "namespace", "pod"}
 
