@@ -786,6 +786,14 @@ def _refused_state(name: str, batching: str, says: str) -> Scenario:
     return refused(name, python(models.Accumulate), text, says)
 
 
+def _refused_file(name: str, content: bytes, kind: str, says: str) -> Scenario:
+    """The contents of the file are too short for two values."""
+    total = state(dims="2", kind=kind, initial='data_file: "total"')
+    writer = both(python(models.echo), raw(content, "../initial_state/total"))
+    text = config({"x": [4]}, {"y": [4]}, more=sequencing(total))
+    return refused(name, writer, text, "data_file of the state 'total'", says)
+
+
 LOAD_ERRORS = (
     refused("no_files", both(), _X_TO_Y, "holds no files"),
     refused("whole_module", saved(nn.Linear(4, 4)), _X_TO_Y, "a state_dict beside model.py"),
@@ -796,6 +804,13 @@ LOAD_ERRORS = (
     refused("list_error", text(_LISTS), _X_TO_Y, "no list of numbers"),
     _refused_state("state_of_another_shape", sequencing(state(dims="1")), "output 'sum' is"),
     _refused_state("state_file_missing", sequencing(state(initial='data_file: "b"')), "'b'"),
+    _refused_state(
+        "state_file_elsewhere",
+        sequencing(state(initial='data_file: "/dev/zero"')),
+        "'/dev/zero'; expected a file in the model's own folder",
+    ),
+    _refused_file("state_file_short", b"1234567", "FP32", "actual buffer length (7 bytes)"),
+    _refused_file("state_file_of_one_string", b"\2\0\0\0ab\5\0\0\0", "STRING", "(2,)"),
     _refused_state(
         "iterative_sequences",
         sequencing(state(), controls="iterative_sequence: true"),

@@ -30,54 +30,37 @@ from torch_py_backend.model_folders.artifact_files import unpack_archive
 _KEYS = list(options.TABLE)
 
 
-def _artifact(folder: Path, data: bytes) -> None:
-    """Discovery of a model, and what is known of it before it is loaded."""
-    (folder / "1").mkdir(exist_ok=True)
-    path = folder / "1" / "model.pt"
-    path.write_bytes(data)
-    with contextlib.suppress(LoadError):
-        discovery.find(build.config(folder))
+def _artifact(path: Path) -> None:
+    """What is known of a model before it is loaded."""
     discovery.aoti_metadata(path)
     discovery.members(path)
+    discovery.find(build.config(path.parents[1]))
 
 
-def _index(folder: Path, data: bytes) -> None:
-    """An index of weights, and the files that it names."""
-    path = folder / "model.safetensors.index.json"
-    path.write_bytes(data)
-    (folder / "model.py").touch()
-    discovery.source_files(folder / "model.py")
+def _index(path: Path) -> None:
+    """The files that an index of weights names."""
+    model = path.with_name("model.py")
+    model.touch()
+    discovery.source_files(model)
 
 
-def _source(folder: Path, data: bytes) -> None:
-    """The imports of a source from its own folder."""
-    (folder / "net.py").write_bytes(data)
-    with contextlib.suppress(LoadError):
-        discovery.source_files(folder / "net.py")
-
-
-def _option(folder: Path, data: bytes) -> None:
+def _option(path: Path) -> None:
     """One parameter of config.pbtxt, chosen by the first byte."""
-    key = _KEYS[data[0] % len(_KEYS)] if data else _KEYS[0]
-    with contextlib.suppress(LoadError):
-        options.parse({key: {"string_value": data[1:].decode(errors="replace")}})
+    first, *text = path.read_bytes() or b"\0"
+    key = _KEYS[first % len(_KEYS)]
+    options.parse({key: {"string_value": bytes(text).decode(errors="replace")}})
 
 
-def _config(folder: Path, data: bytes) -> None:
-    (folder / "config.pbtxt").write_bytes(data)
-    with contextlib.suppress(LoadError):
-        pbtxt.read(folder)
+def _config(path: Path) -> None:
+    pbtxt.read(path.parent)
 
 
-def _archive(folder: Path, data: bytes) -> None:
+def _archive(path: Path) -> None:
     """An archive of TorchServe: unpacked within its folder, or refused."""
-    path = folder / "net.mar"
-    path.write_bytes(data)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        target = Path(scratch, "net")
-        with contextlib.suppress(LoadError):
-            unpack_archive(path, target)
-        assert {path.name for path in Path(scratch).iterdir()} <= {"net"}
+    try:
+        unpack_archive(path, path.with_name("unpacked"))
+    finally:
+        assert {other.name for other in path.parent.iterdir()} <= {path.name, "unpacked"}
 
 
 _CONFIG = b"""
@@ -169,11 +152,21 @@ def _seeds(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    "parse", [_artifact, _index, _source, _option, _config, _archive], ids=lambda one: one.__name__
+    ("name", "parse"),
+    [
+        ("model.pt", _artifact),
+        ("model.safetensors.index.json", _index),
+        ("net.py", discovery.source_files),
+        ("parameter", _option),
+        ("config.pbtxt", _config),
+        ("net.mar", _archive),
+    ],
 )
 @_seeds
 @given(data=st.builds(_edited, st.sampled_from(_SEEDS), _EDITS) | st.binary(max_size=200))
-def test_nothing_but_a_refusal(parse: Callable[[Path, bytes], None], data: bytes) -> None:
+def test_nothing_but_a_refusal(name: str, parse: Callable[[Path], object], data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Python's own parsers, about what they are given
-        parse(Path(folder), data)
+        path = build.write(Path(folder), name, data)
+        with contextlib.suppress(LoadError):
+            parse(path)

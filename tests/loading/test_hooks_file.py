@@ -19,6 +19,7 @@ def load(folder: Path, code: str, **overrides: Any) -> Hooks:
     build.write(folder, "model.py", _NET)
     build.write(folder, "hooks.py", code)
     settings = build.config(folder, **overrides)
+    conflicts.check(settings)
     hooks = user_hooks.load(settings, discovery.find(settings))
     assert hooks is not None
     return hooks
@@ -66,6 +67,8 @@ _UNBATCHED = {"max_batch_size": 0}
         (_BOTH, _UNBATCHED, ArtifactError, "has postprocess() and postprocess_batch()"),
         ("def postprocess_batch(self, x)", _UNBATCHED, ConfigError, "max_batch_size is 0"),
         (_ONE, {"response_cache": True}, ConfigError, "which response_cache does not compare"),
+        (_ONE, {"pad": {"x": {}}}, ConfigError, "hooks.py is beside the model, and PAD is set"),
+        (_ONE, {"batch_outputs": {"y": "x"}}, ConfigError, "config.pbtxt has batch_input or"),
     ],
 )
 def test_hooks_that_are_refused(
@@ -74,21 +77,6 @@ def test_hooks_that_are_refused(
     with pytest.raises(error) as refusal:
         load(tmp_path, method(definition), **overrides)
     assert message in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "setting"),
-    [
-        ({"pad": {"x": {}}}, "PAD is set"),
-        ({"batch_outputs": {"y": "x"}}, "config.pbtxt has batch_input or"),
-    ],
-)
-def test_settings_that_hooks_exclude(
-    overrides: dict[str, Any], setting: str, tmp_path: Path
-) -> None:
-    build.write(tmp_path, "hooks.py", "")
-    with pytest.raises(ConfigError, match=f"hooks.py is beside the model, and {setting}"):
-        conflicts.check(build.config(tmp_path, **overrides))
 
 
 def test_arguments_may_have_any_name_but_parameters(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType
@@ -55,57 +56,23 @@ def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
 # A format, or none, and the model's file.
 _SOURCE, _PROGRAM = {"module": "model.py"}, {"export": "model.pt2"}
 _BOTH = _SOURCE | _PROGRAM
+# By default it is source, if its class can be imported and builds it again.
+_SOURCE_BY_DEFAULT, _PROGRAM_BY_DEFAULT = {None: "model.py"}, {None: "model.pt2"}
+_NESTED = "x [4], KWARGS[extra][bias] [4], KWARGS[pair][0] [4], KWARGS[pair][1] [4] → y [4] (8)"
+_TOKENS = "ids INT64 [-1] → OUTPUT__0 [-1, 20], OUTPUT__1 INT64 [] (8)"
 # Formats, a module, its example and other options, and the config.
 _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], str], ...] = (
     (_BOTH, models.Affine, _X[:1], {"max_batch_size": 32}, "x [4] → OUTPUT__0 [3] (32)"),
     (_BOTH, saved.Total, {"x": _X}, {}, "x [2, 4] → OUTPUT__0 [1] (0)"),
-    ({None: "model.py"}, saved.Running, _X[:1], _NO_BATCH, "x [1, 4] → OUTPUT__0 [1, 4] (0)"),
+    (_SOURCE_BY_DEFAULT, saved.Running, _X[:1], _NO_BATCH, "x [1, 4] → OUTPUT__0 [1, 4] (0)"),
     (_BOTH, models.Negate, torch.tensor(1.0), {}, "x [1] → OUTPUT__0 [1] (0)"),
-    # By default it is source, if its class can be imported and builds it again.
-    ({None: "model.py"}, models.Affine, _X, {}, "x [4] → OUTPUT__0 [3] (8)"),
-    (
-        {None: "model.py"},
-        lambda: models.Affine(2),
-        _X[:, :2],
-        _TWO,
-        "x [2] → OUTPUT__0 [3] (8)",
-    ),
-    (
-        {None: "model.pt2"},
-        lambda: models.Affine(2),
-        _X[:, :2],
-        {},
-        "x [2] → OUTPUT__0 [3] (8)",
-    ),
-    (
-        {None: "model.pt2"},
-        lambda: nn.Linear(4, 3),
-        _X,
-        {},
-        "input [4] → OUTPUT__0 [3] (8)",
-    ),
+    (_SOURCE_BY_DEFAULT, lambda: models.Affine(2), _X[:, :2], _TWO, "x [2] → OUTPUT__0 [3] (8)"),
+    (_PROGRAM_BY_DEFAULT, lambda: models.Affine(2), _X[:, :2], {}, "x [2] → OUTPUT__0 [3] (8)"),
+    (_PROGRAM_BY_DEFAULT, lambda: nn.Linear(4, 3), _X, {}, "input [4] → OUTPUT__0 [3] (8)"),
     (_PROGRAM, saved.InPlace, _X, {}, "x [4] → OUTPUT__0 [4] (8)"),
-    (
-        _BOTH,
-        saved.Nested,
-        (_X, {"bias": _X}, (_X, _X)),
-        {},
-        "x [4], KWARGS[extra][bias] [4], KWARGS[pair][0] [4], KWARGS[pair][1] [4] → y [4] (8)",
-    ),
-    (
-        _SOURCE,
-        saved.Keys,
-        (_KEYS,),
-        {},
-        "a [4], b [3] → double [4], first [1] (8)",
-    ),
-    (
-        _BOTH,
-        saved.Tied,
-        _IDS,
-        _DYNAMIC,
-        "ids INT64 [-1] → OUTPUT__0 [-1, 20], OUTPUT__1 INT64 [] (8)",
-    ),
+    (_BOTH, saved.Nested, (_X, {"bias": _X}, (_X, _X)), {}, _NESTED),
+    (_SOURCE, saved.Keys, (_KEYS,), {}, "a [4], b [3] → double [4], first [1] (8)"),
+    (_BOTH, saved.Tied, _IDS, _DYNAMIC, _TOKENS),
 )
 
 
@@ -168,17 +135,23 @@ def _bert(name: str) -> tuple[Any, Any]:
     return getattr(transformers, name)(transformers.BertConfig(vocab_size=2, **_SMALL)), tokenizer
 
 
+_encoder = partial(_bert, "BertModel")
+_classifier = partial(_bert, "BertForSequenceClassification")
+
+
+def _image_processor() -> Any:
+    return transformers.ViTImageProcessorPil(size={"height": 32, "width": 32})
+
+
 def _vit() -> tuple[Any, Any]:
     config = transformers.ViTConfig(image_size=32, patch_size=8, **_SMALL)
-    processor = transformers.ViTImageProcessorPil(size={"height": 32, "width": 32})
-    return transformers.ViTForImageClassification(config), processor
+    return transformers.ViTForImageClassification(config), _image_processor()
 
 
 _TEXTS = {"hooks": models.Measure, "example_inputs": {"text": ["a", "longer"]}}
 _BYTES = {"hooks": saved.Bytes, "example_inputs": {"data": [b"\x00\xff\x10\x80"]}}
 _LABELS = {"hooks": saved.Labels, "example_inputs": {"text": ["a", "a b"]}}
 _ANY_LENGTH = "last_hidden_state [-1, 16], pooler_output [16]"
-_CLASSIFIER = "BertForSequenceClassification"
 
 
 @pytest.mark.parametrize(
@@ -186,13 +159,8 @@ _CLASSIFIER = "BertForSequenceClassification"
     [
         (None, _TEXTS, "label STRING [], scores [3]", "'text': [['a'], ['longer']]"),
         (None, _BYTES, "OUTPUT__0 [3]", r"'data': [[b'\x00\xff\x10\x80']]"),
-        (lambda: _bert("BertModel"), {}, _ANY_LENGTH, "'text': [['a text']"),
-        (
-            lambda: _bert(_CLASSIFIER),
-            _LABELS,
-            "label STRING [], share []",
-            "'text': [['a'], ['a b']]",
-        ),
+        (_encoder, {}, _ANY_LENGTH, "'text': [['a text']"),
+        (_classifier, _LABELS, "label STRING [], share []", "'text': [['a'], ['a b']]"),
         (_vit, {}, "logits [2]", "'image': [[b'"),
     ],
 )
@@ -209,7 +177,7 @@ def test_hooks_are_written_beside_the_model_with_the_example_and_the_processor(
 
 
 def test_image_hooks_prepare_files_as_the_processor_does(tmp_path: Path) -> None:
-    _, processor = _vit()
+    processor = _image_processor()
     processor.save_pretrained(tmp_path)
     image = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
     file = BytesIO()
@@ -279,15 +247,14 @@ def test_model_without_a_tokenizer_takes_tokens_of_any_number_and_returns_no_cac
     settings = {"vocab_size": 9, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
     document = _saved(tmp_path, model, example_inputs=tokens)
-    assert (
-        build.described(document)
-        == "input_ids INT64 [-1], attention_mask INT64 [-1] → logits [-1, 9] (8)"
-    )
+    inputs = "input_ids INT64 [-1], attention_mask INT64 [-1]"
+    assert build.described(document) == f"{inputs} → logits [-1, 9] (8)"
     assert [entry["optional"] for entry in document["input"]] == [False, True]
 
 
 _FLOAT = (_X, {"bias": 1.0}, (_X, _X))
 _HOOKED = {"hooks": saved.Bytes, "example_inputs": {"data": [bytes(4)]}}
+_OTHER = {"model_kwargs": {"factor": 3}}
 _MODULE, _ONE = {"format": "module"}, {"example_inputs": _X[:1]}
 
 
@@ -310,9 +277,9 @@ _MODULE, _ONE = {"format": "module"}, {"example_inputs": _X[:1]}
         (saved.Branches(2.0), _MODULE, LoadError, "missing 1 required .*'factor'. .*KWARGS"),
         (
             saved.Branches(2.0),
-            _MODULE | {"model_kwargs": {"factor": 3}},
+            _MODULE | _OTHER,
             LoadError,
-            "output 'OUTPUT__0' differs from .*model_kwargs",
+            "'OUTPUT__0' differs from .*model_kwargs",
         ),
     ],
 )
