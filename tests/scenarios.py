@@ -316,8 +316,8 @@ TYPES = (
     Scenario(
         "every_type",
         python(models.echo),
-        config(_THREE_OF_EACH, _THREE_OF_EACH),
-        (Call(_EVERY_TYPE, _EVERY_TYPE),),
+        config(_THREE_OF_EACH, _THREE_OF_EACH, parameters={"BATCH_BUCKETS": "4"}),
+        (Call(_EVERY_TYPE, _EVERY_TYPE),) * 2,
     ),
 )
 

@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from random import Random
 from typing import Any
+from unittest import mock
 
 import build
 import engines
-import numpy as np
 import pytest
 import torch
 from engines import BAD, bad, check, items
 from torch import Tensor, nn
 
 from torch_py_backend.errors import (
+    BackendError,
     BindingError,
     ForwardError,
     OutOfMemoryError,
-    OutputError,
     UnavailableError,
 )
 from torch_py_backend.pipeline import failures
-from torch_py_backend.pipeline.failures import Failures
-from torch_py_backend.values import ANY_ROWS, Item, Rows
+from torch_py_backend.values import Item, Rows
 
 engine = functools.partial(engines.engine, max_batch_size=32)
 
 
-class Model:
-    """Doubles; records its calls, and calls a judge before each."""
+class Model(nn.Module):
+    """Doubles; records its calls, counts them in a buffer, and calls a judge before each."""
 
-    def __init__(self, judge: Callable[[Tensor], None] = lambda x: None) -> None:
+    count: Tensor
+
+    def __init__(self, judge: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
         self.calls: list[int] = []
         self._judge = judge
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.calls.append(x.shape[0])
+        self.count += 1
         self._judge(x)
         return x * 2
 
@@ -54,79 +57,73 @@ def above(rows: int) -> Callable[[Tensor], None]:
     return judge
 
 
-def test_binding_errors_are_not_retried() -> None:
-    model = Model()
-    served = engine(model, outputs=(build.spec("RESULT[3]", dims=(-1,)),))
-    outcomes = served.run(items([1.0, 2.0, 3.0]))
-    assert [type(outcome) for outcome in outcomes] == [BindingError] * 3
-    assert model.calls == [3]
-
-
-@pytest.mark.parametrize("first", [KeyboardInterrupt(), ValueError()])
-def test_ctrl_c_is_raised_in_a_call_and_in_a_retry(first: BaseException) -> None:
-    errors = [first, KeyboardInterrupt()]
-
-    def judge(x: Tensor) -> None:
-        raise errors.pop(0)
-
-    with pytest.raises(KeyboardInterrupt):
-        engine(Model(judge)).run(items([1.0, 2.0]))
-
-
-class Counter(nn.Module):
-    """Doubles, and counts its calls in a buffer: in place, or by replacing it."""
-
-    count: Tensor
-
-    def __init__(self, *, in_place: bool = True) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(1))
-        self._in_place = in_place
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self._in_place:
-            self.count += 1
-        else:
-            self.count = self.count + 1
+def spoils(x: Tensor) -> None:
+    """Fail at a bad value, and overwrite the batch with it."""
+    try:
         bad(x)
-        return x * 2
+    except ValueError:
+        x.zero_()
+        raise
+
+
+_ONE_BAD = items([1.0, BAD, 3.0, 4.0])
+_TWO_LARGE = [*items([1.0], 2), *items([2.0], 8)]
+_MANY = items([1.0] * 32)
+_HALVED = [4, 2, 2, 1, 1]
+_FITS = [32, 16, 16, 8, 8, 8, 8]
+_YES, _NO = {"retry_failed_batch": True}, {"retry_failed_batch": False}
+# It changes its buffers.
+_OWNED = {"owner": True}
+_CONFLICT = {"outputs": (build.spec("RESULT[3]", dims=(-1,)),)}
 
 
 @pytest.mark.parametrize(
-    ("wished", "stateful", "failed", "calls"),
+    ("judge", "sent", "how", "kind", "failed", "calls"),
     [
-        pytest.param(None, False, [1], 5, id="unset"),
-        pytest.param(False, False, [0, 1, 2, 3], 1, id="false"),
-        pytest.param(None, True, [0, 1, 2, 3], 1, id="unset, with state"),
-        pytest.param(True, True, [1], 5, id="true, with state"),
+        pytest.param(bad, _ONE_BAD, {}, ForwardError, [1], _HALVED, id="one bad"),
+        pytest.param(spoils, _ONE_BAD, {}, ForwardError, [1], _HALVED, id="written inputs"),
+        pytest.param(bad, _ONE_BAD, _NO, ForwardError, [0, 1, 2, 3], [4], id="no retries"),
+        pytest.param(bad, _ONE_BAD, _OWNED, ForwardError, [0, 1, 2, 3], [4], id="buffers"),
+        pytest.param(bad, _ONE_BAD, _OWNED | _YES, ForwardError, [1], _HALVED, id="buffers, true"),
+        pytest.param(bad, items([1.0] * 3), _CONFLICT, BindingError, [0, 1, 2], [3], id="conflict"),
+        pytest.param(above(9), _MANY, {}, OutOfMemoryError, [], _FITS, id="any rows"),
+        pytest.param(
+            above(9), _MANY, {"rows": Rows(2, 32)}, OutOfMemoryError, [], _FITS, id="at least two"
+        ),
+        pytest.param(above(9), items([1.0], 10), {}, OutOfMemoryError, [0], [10], id="one large"),
+        pytest.param(above(9), _TWO_LARGE, _NO, OutOfMemoryError, [0, 1], [10], id="two large"),
     ],
 )
-def test_models_that_change_their_buffers_are_called_once_by_default(
-    wished: bool | None, stateful: bool, failed: list[int], calls: int
+def test_halves_of_a_failed_batch_are_run_again_until_only_failing_requests_fail(
+    judge: Callable[[Tensor], None],
+    sent: list[Item],
+    how: dict[str, Any],
+    kind: type[BackendError],
+    failed: list[int],
+    calls: list[int],
 ) -> None:
-    counter = Counter()
-    served = engine(counter, owner=counter if stateful else None, retry_failed_batch=wished)
-    sent = items([1.0, BAD, 3.0, 4.0])
-    assert check(sent, served.run(sent), ForwardError) == failed
-    assert counter.count.item() == calls
-
-
-def test_a_batch_whose_model_writes_to_its_inputs_is_retried() -> None:
-    def double_in_place(x: Tensor) -> Tensor:
-        x *= 2
-        bad(x / 2)
-        return x
-
-    sent = items([1.0, BAD, 3.0, 4.0])
-    before: list[Item] = [{"x": np.copy(np.asarray(item["x"]))} for item in sent]
-    assert check(before, engine(double_in_place).run(sent), ForwardError) == [1]
+    model = Model(judge)
+    served = engine(model.forward, **{**how, "owner": model if "owner" in how else None})
+    announced: list[int] = []
+    served.failures.on_call = lambda: announced.append(len(model.calls))
+    sent = copy.deepcopy(sent)  # the model may write to it
+    assert check(sent, served.run(sent), kind) == failed
+    assert model.calls == calls
+    assert announced == list(range(1, len(calls)))
 
 
 def test_a_failed_batch_is_run_in_at_most_128_further_calls() -> None:
     model = Model(bad)
-    outcomes = engine(model, max_batch_size=512).run(items([BAD] * 512))
+    outcomes = engine(model.forward, max_batch_size=512).run(items([BAD] * 512))
     assert all(isinstance(outcome, ForwardError) for outcome in outcomes)
     assert len(model.calls) == 1 + 128
+
+
+@pytest.mark.parametrize("first", [KeyboardInterrupt(), ValueError()])
+def test_ctrl_c_is_raised_in_a_call_and_in_a_retry(first: BaseException) -> None:
+    errors = mock.Mock(side_effect=[first, KeyboardInterrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        engine(Model(errors).forward).run(items([1.0, 2.0]))
 
 
 def test_each_error_of_the_model_is_reported_with_its_traceback() -> None:
@@ -135,7 +132,7 @@ def test_each_error_of_the_model_is_reported_with_its_traceback() -> None:
             if value < 0:
                 raise ValueError(f"value {value}")
 
-    outcomes: Any = engine(Model(judge)).run([*items([-1.0, 2.0, -3.0, -1.0]), {}])
+    outcomes: Any = engine(Model(judge).forward).run([*items([-1.0, 2.0, -3.0, -1.0]), {}])
     reported = [at for at, outcome in enumerate(outcomes) if getattr(outcome, "reported", False)]
     assert reported == [0, 2, 3]
     for place, value in ((0, -1.0), (2, -3.0), (3, -1.0)):
@@ -144,34 +141,6 @@ def test_each_error_of_the_model_is_reported_with_its_traceback() -> None:
         assert text.startswith("Traceback (most recent call last):")
         assert "in judge" in text
         assert "During handling" not in text
-
-
-def test_every_retry_is_announced() -> None:
-    model = Model(bad)
-    served = engine(model)
-    begun: list[int] = []
-    served.failures.on_call = lambda: begun.append(len(model.calls))
-    served.run(items([1.0, BAD, 3.0, 4.0]))
-    assert begun == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "takes", "repeats", "failed", "calls"),
-    [
-        pytest.param([1] * 32, ANY_ROWS, None, [], [32, 16, 16, 8, 8, 8, 8], id="any rows"),
-        pytest.param([1] * 32, Rows(2, 32), None, [], [32, 16, 16, 8, 8, 8, 8], id="at least two"),
-        pytest.param([10], ANY_ROWS, None, [0], [10], id="a single request"),
-        pytest.param([2, 8], ANY_ROWS, False, [0, 1], [10], id="no retries"),
-    ],
-)
-def test_a_batch_that_does_not_fit_is_halved_until_its_parts_fit(
-    sizes: list[int], takes: Rows, repeats: bool | None, failed: list[int], calls: list[int]
-) -> None:
-    model = Model(above(9))
-    sent = [item for place, rows in enumerate(sizes) for item in items([float(place)], rows)]
-    outcomes = engine(model, takes, retry_failed_batch=repeats).run(sent)
-    assert check(sent, outcomes, OutOfMemoryError) == failed
-    assert model.calls == calls
 
 
 @pytest.fixture
@@ -194,7 +163,10 @@ def test_the_memory_of_a_failed_call_and_its_cause_is_freed_before_the_retry(
         held.append(weakref.ref(activation))
         above(2)(x)
 
-    def block(x: Tensor) -> None:
+    def judge(x: Tensor) -> None:
+        alive.append(sum(tensor() is not None for tensor in held))
+        before = x - 1
+        held.append(weakref.ref(before))
         try:
             layer(x)
         except RuntimeError as error:
@@ -202,55 +174,10 @@ def test_the_memory_of_a_failed_call_and_its_cause_is_freed_before_the_retry(
             kept.extend((error, later))
             raise later from error
 
-    def model(x: Tensor) -> Tensor:
-        alive.append(sum(tensor() is not None for tensor in held))
-        before = x - 1
-        held.append(weakref.ref(before))
-        block(x)
-        return x * 2
-
     sent = items([float(place) for place in range(8)])
-    assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
+    assert check(sent, engine(Model(judge).forward).run(sent), OutOfMemoryError) == []
     assert set(alive) == {0}
     assert len(freed) == 3
-
-
-@pytest.mark.parametrize(
-    ("rows", "overrides"),
-    [
-        (ANY_ROWS, {"check_finite": True}),
-        (Rows(4, 8), {}),
-        (ANY_ROWS, {"pad": {"x": {"multiple_of": 4, "outputs": ["y"]}}}),
-    ],
-    ids=["any rows", "some rows", "padded"],
-)
-def test_no_result_is_wrong_with_bad_values_and_varying_memory(
-    rows: Rows, overrides: dict[str, Any]
-) -> None:
-    random = Random(1)
-    fits = 32
-
-    def judge(x: Tensor) -> None:
-        above(max(fits, rows.least))(x)
-        bad(x)
-
-    x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
-    served = engine(Model(judge), rows, inputs=(x,), **overrides)
-    for _ in range(30):
-        fits = random.choice([2, 3, 9, 32, 32])
-        sent, wrong = list[Item](), set[int]()
-        for place in range(random.randint(1, 6)):
-            value = random.choice([BAD, 1.0, 2.0, 3.0, 4.0])
-            sent += items([value], random.randint(1, 5), random.choice([3, 4]))
-            wrong |= {place} if value == BAD else set()
-        outcomes = served.run(sent)
-        for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
-            if isinstance(outcome, OutOfMemoryError):
-                assert rows.least > 1 or len(np.asarray(item["x"])) > fits
-            elif place in wrong:
-                assert isinstance(outcome, ForwardError)
-            else:
-                np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(item["x"]))
 
 
 class Device:
@@ -274,7 +201,7 @@ def test_nothing_is_run_or_freed_on_a_device_that_broke(
     monkeypatch: pytest.MonkeyPatch, freed: list[int]
 ) -> None:
     model = Model(Device(monkeypatch).judge)
-    served = engine(model)
+    served = engine(model.forward)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(2))
     served._cleans = True
     served.run = served.pipeline()
@@ -307,52 +234,41 @@ def test_what_was_answered_before_the_device_broke_stays_answered(
 
     model = Model(judge)
     sent = items([1.0, 2.0, BAD, 4.0, 5.0, 6.0, 7.0, 8.0])
-    assert check(sent, engine(model).run(sent), UnavailableError) == [2, 3, 4, 5, 6, 7]
+    assert check(sent, engine(model.forward).run(sent), UnavailableError) == [2, 3, 4, 5, 6, 7]
     assert model.calls == [8, 4, 4, 2, 2]
 
 
-def test_outputs_for_padding_may_be_infinite() -> None:
-    x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
-    served = engine(
-        Model(),
-        inputs=(x,),
-        pad={"x": {"value": float("inf"), "outputs": ["y"]}},
-        check_finite=True,
-    )
-    sent = [*items([1.0], length=3), *items([2.0], length=6)]
-    assert check(sent, served.run(sent), OutputError) == []
+def _write(model: Any, value: float) -> None:
+    model.count += value
 
 
-def failures_of(model: nn.Module) -> Failures:
-    return Failures("forward", device=torch.device("cpu"), owner=model)
+def _replace(model: Any, value: float) -> None:
+    model.count = model.count + value
 
 
 @pytest.mark.parametrize(
-    ("in_place", "mode"), [(True, torch.inference_mode), (False, torch.no_grad)]
+    ("made", "written", "write", "value"),
+    [
+        pytest.param(torch.no_grad, torch.inference_mode, _write, 1.0, id="written"),
+        pytest.param(torch.no_grad, torch.no_grad, _replace, 1.0, id="replaced"),
+        # torch does not count the writes to what is made in this mode.
+        pytest.param(torch.inference_mode, torch.inference_mode, _write, 1.0, id="by values"),
+        pytest.param(torch.inference_mode, torch.inference_mode, _write, 0.0, id="equal values"),
+    ],
 )
-def test_a_buffer_that_is_written_or_replaced_is_detected(in_place: bool, mode: Any) -> None:
-    model = Counter(in_place=in_place)
-    found = failures_of(model)
-    assert not found.writes_buffers()
-    with mode():
-        model(torch.ones(1))
-    assert found.writes_buffers()
-    found.reset()
-    assert not found.writes_buffers()
-
-
-@pytest.mark.parametrize(("value", "writes"), [(1.0, True), (0.0, False)])
-def test_a_buffer_made_in_inference_mode_is_compared_by_its_values(
-    value: float, writes: bool
+def test_a_buffer_that_is_written_or_replaced_is_detected(
+    made: Any, written: Any, write: Callable[..., None], value: float
 ) -> None:
     model = nn.Module()
-    with torch.inference_mode():  # torch does not count the writes to what is made here
-        count = torch.zeros((), dtype=torch.bfloat16)
-        model.register_buffer("count", count)
-        found = failures_of(model)
-        assert not found.writes_buffers()
-        count += value
-    assert found.writes_buffers() == writes
+    with made():
+        model.register_buffer("count", torch.zeros((), dtype=torch.bfloat16))
+        found = failures.Failures("forward", device=torch.device("cpu"), owner=model)
+    assert not found.writes_buffers()
+    with written():
+        write(model, value)
+    assert found.writes_buffers() == bool(value)
+    found.reset()
+    assert not found.writes_buffers()
 
 
 def linked(link: str) -> BaseException:

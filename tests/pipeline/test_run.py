@@ -36,8 +36,9 @@ def test_one_item_and_the_outputs_of_a_single_call_are_not_copied() -> None:
     assert calls[1].data_ptr() == sent[0]["x"].data_ptr()
 
 
-def test_outputs_are_cut_to_what_was_sent_even_if_forward_reshapes_its_inputs() -> None:
-    served = engine(lambda x: 2 * x.unsqueeze_(1).squeeze(1), pad={"x": {"outputs": ["y"]}})
+def test_what_padding_adds_to_outputs_is_cut_off_even_if_forward_reshapes_its_inputs() -> None:
+    pad = {"x": {"value": float("inf"), "outputs": ["y"]}}
+    served = engine(lambda x: 2 * x.unsqueeze_(1).squeeze(1), pad=pad, check_finite=True)
     for lengths in ([2, 4], [3]):
         sent: list[Any] = [{"x": torch.ones(1, length)} for length in lengths]
         outcomes: list[Any] = list(served.run(sent))
