@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import build
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
+from torch_py_backend.loading.hooks import Hook, Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.values import ANY_ROWS, Item, Rows
@@ -24,6 +25,7 @@ def engine(
     rows: Rows = ANY_ROWS,
     owner: nn.Module | None = None,
     step: Callable[[list[Any]], Any] | None = None,
+    hooks: Mapping[str, Callable[..., Any]] | None = None,
     **overrides: Any,
 ) -> Engine:
     """An engine of a function; by default its input x and its output y are FP32 [-1]."""
@@ -31,7 +33,8 @@ def engine(
     settings = build.config(**(free | overrides))
     signature = introspection.from_function(function)
     loaded = Loaded(build.artifact(), function, signature, owner, rows, step=step)
-    return Engine(settings, loaded, torch.device("cpu"))
+    named = {name: Hook(name, hook) for name, hook in (hooks or {}).items()}
+    return Engine(settings, loaded, torch.device("cpu"), Hooks(**named) if named else None)
 
 
 def texts(*rows: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import models
 import numpy as np
 import scenarios
-from scenarios import Call, Refused, Scenario, Writer, both, config, floats, script, text
+from scenarios import Call, Refused, Scenario, both, config, floats, script, text
 
 _HEADER = "import torch\nfrom torch import Tensor, nn\n\n\n"
 
@@ -43,32 +43,12 @@ class Hooks:
 # Around an artifact that is no Python.
 HALVES = """\
 class Hooks:
-    def __init__(self, folder) -> None:
-        self.factor = float((folder / "factor.txt").read_text())
-
     def preprocess(self, x: Tensor) -> Tensor:
-        return x * self.factor
+        return x / 2
 
     def postprocess(self, result: Tensor) -> Tensor:
         return result + 1
 """
-ALONE = """\
-class Sums(nn.Module):
-    def forward(self, x: Tensor, scale: float) -> Tensor:
-        return x.sum() * scale
-
-
-class Hooks:
-    def preprocess(self, x: Tensor, name: str, scale: float = 2.0) -> dict:
-        return {"x": x + len(name), "scale": scale}
-
-    def postprocess(self, result: Tensor) -> dict:
-        return {"total": result, "all": [float(result)] * 2}
-"""
-
-
-def model(code: str) -> Writer:
-    return scenarios.hooked(_HEADER + code)
 
 
 def strings(*rows: str) -> np.ndarray[Any, Any]:
@@ -108,20 +88,10 @@ _NO_TEXT = Call(
 _X = floats(2, 4)
 
 
-def _alone(name: str, total: float, **more: Any) -> Call:
-    sent = {"x": np.ones(3, dtype=np.float32), "name": strings(name)[0], **more}
-    told = np.array([total, total], dtype=np.float32)
-    return Call(sent, {"total": told[:1], "all": told})
-
-
-def _refused(name: str, change: tuple[str, str], says: str) -> Scenario:
-    return scenarios.refused(name, model(COUNTS.replace(*change)), COUNTS_CONFIG, says)
-
-
 TABLE = (
     Scenario(
         "hooks_counts",
-        model(COUNTS),
+        scenarios.hooked(_HEADER + COUNTS),
         COUNTS_CONFIG,
         (_ONE, _TWO, _LOUD, _NO_LETTER, _CRASHES, _UNREAD, _NO_TEXT),
         logs=("postprocess() raised ValueError", "KeyError"),
@@ -129,31 +99,8 @@ TABLE = (
     ),
     Scenario(
         "hooks_beside_torchscript",
-        both(script(models.Negate()), model(HALVES), text("0.5", "factor.txt")),
+        both(script(models.Negate()), text(_HEADER + HALVES, "hooks.py")),
         config({"x": [4]}, {"y": [4]}),
         (Call({"x": _X}, {"y": 1 - _X / 2}),),
-    ),
-    Scenario(
-        "hooks_without_batches",
-        model(ALONE),
-        config(
-            {"x": [-1], "name": ["STRING", 1], "scale": [1, "optional: true"]},
-            {"total": [1], "all": [2]},
-            max_batch_size=0,
-        ),
-        (
-            _alone("ab", 18),
-            _alone("", 1.5, scale=np.array([0.5], dtype=np.float32)),
-        ),
-    ),
-    _refused(
-        "hooks_unknown_argument",
-        ("text: str", "text: str, language: str"),
-        "no input feeds preprocess()'s argument language",
-    ),
-    _refused(
-        "hooks_wrong_signature",
-        ("result: Tensor, parameters", "result: Tensor, labels: list"),
-        "postprocess() in hooks.py fails at TypeError: missing a required argument: 'labels'",
     ),
 )

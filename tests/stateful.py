@@ -54,14 +54,6 @@ def config(*states: State, controls: Sequence[TensorSpec] = (), **overrides: Any
     )
 
 
-def engine(settings: ModelConfig, model: Callable[..., Any], device: str = "cpu") -> Engine:
-    module = model.to(device) if isinstance(model, nn.Module) else None
-    signature = introspection.from_function(model if module is None else module.forward)
-    loaded = Loaded(build.artifact(), model, signature, module)
-    settings = binding.with_controls(settings, signature)
-    return Engine(settings, loaded, torch.device(device))
-
-
 class Served:
     """A model with the states of its sequences, and a clock that tests set."""
 
@@ -69,7 +61,11 @@ class Served:
         self, settings: ModelConfig, model: Callable[..., Any], device: str = "cpu"
     ) -> None:
         self.now = 100.0
-        self.engine = engine(settings, model, device)
+        module = model.to(device) if isinstance(model, nn.Module) else None
+        signature = introspection.from_function(model if module is None else module.forward)
+        loaded = Loaded(build.artifact(), model, signature, module)
+        settings = binding.with_controls(settings, signature)
+        self.engine = Engine(settings, loaded, torch.device(device))
         self.states = Sequences(self.engine.config, self.engine.device, lambda: self.now)
         self.run = self.engine.pipeline(steps=self.states)
 

@@ -10,11 +10,9 @@ import models
 import numpy as np
 import pytest
 import scenarios
-import torch
 from fake_triton import MetricFamily, TritonError, Turn
 from instances import Served, lose_device, unreadable, until
 from scenarios import Scenario
-from torch import Tensor, nn
 
 from torch_py_backend.adapter import answering, metrics
 
@@ -86,64 +84,29 @@ def test_states_of_requests_are_not_read(tmp_path: Path) -> None:
     assert loaded.run(fake_triton.InferenceRequest([x, state], turn=Turn(7, True, False))) == [1]
 
 
+_SLOTS = scenarios.sequencing(
+    strategy="direct { }",
+    controls=scenarios.control("START", "START", "fp32_false_true: [0, 1]")
+    + scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
+    + scenarios.control("END", "END", "int32_false_true: [0, 1]"),
+)
+
+
 def test_slots(tmp_path: Path) -> None:
-    """Without states all slots are run: a row for each, zeros for empty ones."""
-    controls = _CONTROLS + _READY + scenarios.control("END", "END", "int32_false_true: [0, 1]")
-    more = scenarios.sequencing(strategy="direct { }", controls=controls)
-    loaded = Loaded(tmp_path, models.Slots, more)
-    first = [loaded.step(1, "s", id=5), loaded.step(10, "s", id=6)]
-    assert loaded.run(*first) == [1, 10]
-    assert loaded.run(loaded.step(np.nan, id=0), loaded.step(10, id=6)) == [1, 20]
-    assert loaded.run(loaded.step(1, id=5), loaded.step(10, id=6)) == [2, 30]
+    """Without states all slots are run, with zeros for empty ones; or none if one is refused."""
+    loaded = Loaded(tmp_path, models.Slots, _SLOTS)
 
+    def send(flags: str, *steps: tuple[int, float]) -> list[Any]:
+        return loaded.run(*(loaded.step(value, flags, id=name) for name, value in steps))
 
-class Tallies(nn.Module):
-    """Keeps its own state by CORRID; fails after it has changed it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.totals: dict[int, Tensor] = {}
-
-    def forward(self, x: Tensor, START: Tensor, CORRID: Tensor) -> Tensor:
-        names = CORRID.flatten().tolist()
-        for name, row, start in zip(names, x, START.flatten().tolist(), strict=True):
-            self.totals[name] = row + (0 if start else self.totals.get(name, 0))
-        if bool((x == -1).any()):
-            raise ValueError("no -1")
-        return torch.stack([self.totals[name] for name in names])
-
-
-_CONTROLS = scenarios.control("START", "START", "fp32_false_true: [0, 1]")
-_READY = scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
-_DIRECT = scenarios.sequencing(strategy="direct { }", controls=_CONTROLS + _READY)
-
-
-@pytest.mark.parametrize("strategy", ["direct { }", "oldest { max_candidate_sequences: 8 }"])
-def test_models_with_states_of_their_own_are_not_retried(strategy: str, tmp_path: Path) -> None:
-    """A second call would count the batch's good requests twice."""
-    controls = _CONTROLS + scenarios.control("CORRID", "CORRID", "data_type: TYPE_UINT64")
-    more = scenarios.sequencing(strategy=strategy, controls=controls)
-    loaded = Loaded(tmp_path, Tallies, more)
-
-    def send(flags: str, *values: float) -> list[Any]:
-        return loaded.run(*(loaded.step(v, flags, id=at) for at, v in enumerate(values, 5)))
-
-    assert send("s", 1, 2, 3) == [1, 2, 3]
-    assert send("", 10, -1, 30) == [TritonError.INTERNAL] * 3
-    assert send("", 100, 100, 100) == [111, 101, 133]
-
-
-@pytest.mark.parametrize("flags", ["", "s"])
-def test_a_batch_with_a_refused_request_is_not_run(flags: str, tmp_path: Path) -> None:
-    """A row less would shift the slots of the others, which are sent again."""
-    loaded = Loaded(tmp_path, models.Slots, _DIRECT)
-    first = [loaded.step(value, "s", id=value) for value in (5, 6, 7)]
-    assert loaded.run(*first) == [5, 6, 7]
-    other, refused = TritonError.UNAVAILABLE, TritonError.INVALID_ARG
-    ends = [loaded.step(10, id=5), bad(flags), loaded.step(10, id=7)]
-    assert loaded.run(*ends) == [other, refused, other]
-    again = [loaded.step(10, id=value) for value in (5, 6, 7)]
-    assert loaded.run(*again) == [15, 16, 17]
+    assert send("s", (5, 1), (6, 10), (7, 5)) == [1, 10, 5]
+    assert send("", (0, np.nan), (6, 10)) == [1, 20]
+    refused, others = TritonError.INVALID_ARG, TritonError.UNAVAILABLE
+    for flags in ("", "s"):
+        batch = loaded.step(1, id=5), bad(flags), loaded.step(1, id=7)
+        assert loaded.run(*batch) == [others, refused, others]
+    # What was not run is sent again: a row less would have shifted the slots.
+    assert send("", (5, 1), (6, 10), (7, 5)) == [2, 30, 10]
 
 
 def test_a_device_that_is_lost_while_requests_are_read(

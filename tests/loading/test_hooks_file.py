@@ -62,6 +62,7 @@ _UNBATCHED = {"max_batch_size": 0}
         (_INIT + ", folder, size)", {}, ArtifactError, "'size'. Its arguments are none, or"),
         (_FAILS, {}, ArtifactError, "Hooks() in hooks.py fails at line 3: ZeroDivisionError"),
         ("def add(self)", {}, ArtifactError, "no class Hooks with hooks"),
+        ("def postprocess(self, x, labels)", {}, ArtifactError, "a required argument: 'labels'"),
         ("def inference(self, x)", {}, ArtifactError, "hooks.py: inference was removed. Call"),
         (_NO_PAIR, {}, ArtifactError, "has collate() and no preprocess()"),
         (_BOTH, _UNBATCHED, ArtifactError, "has postprocess() and postprocess_batch()"),

@@ -16,6 +16,7 @@ import torch
 from engines import BAD, bad, check, items
 from torch import Tensor, nn
 
+from torch_py_backend.config.model_config import SequenceConfig
 from torch_py_backend.errors import (
     BackendError,
     BindingError,
@@ -74,6 +75,8 @@ _FITS = [32, 16, 16, 8, 8, 8, 8]
 _YES, _NO = {"retry_failed_batch": True}, {"retry_failed_batch": False}
 # It changes its buffers.
 _OWNED = {"owner": True}
+# Without states of Triton's it keeps its own: a second call would count good requests twice.
+_SEQUENCES = {"sequencing": SequenceConfig(5.0, (), (), False, 8)}
 _CONFLICT = {"outputs": (build.spec("RESULT[3]", dims=(-1,)),)}
 
 
@@ -85,6 +88,7 @@ _CONFLICT = {"outputs": (build.spec("RESULT[3]", dims=(-1,)),)}
         pytest.param(bad, _ONE_BAD, _NO, ForwardError, [0, 1, 2, 3], [4], id="no retries"),
         pytest.param(bad, _ONE_BAD, _OWNED, ForwardError, [0, 1, 2, 3], [4], id="buffers"),
         pytest.param(bad, _ONE_BAD, _OWNED | _YES, ForwardError, [1], _HALVED, id="buffers, true"),
+        pytest.param(bad, _ONE_BAD, _SEQUENCES, ForwardError, [0, 1, 2, 3], [4], id="sequences"),
         pytest.param(bad, items([1.0] * 3), _CONFLICT, BindingError, [0, 1, 2], [3], id="conflict"),
         pytest.param(above(9), _MANY, {}, OutOfMemoryError, [], _FITS, id="any rows"),
         pytest.param(

@@ -12,11 +12,11 @@ import fake_gpu
 import numpy as np
 import pytest
 import torch
+from engines import engine
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_py_backend import composition
-from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
     BindingError,
@@ -24,13 +24,10 @@ from torch_py_backend.errors import (
     InputError,
     OutputError,
 )
-from torch_py_backend.loading.hooks import Hook, Hooks
-from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.hooks import split, to_device
-from torch_py_backend.signature import introspection
-from torch_py_backend.values import ANY_ROWS, RequestItem, Rows
+from torch_py_backend.values import RequestItem
 
-_X, _Y = build.spec("x", dims=(-1,)), build.spec("y", dims=(-1,))
+_X = build.spec("x", dims=(-1,))
 
 
 @dataclasses.dataclass
@@ -50,23 +47,8 @@ class Recorder:
         return self._function(x)
 
 
-def engine(
-    module: Callable[..., Any],
-    hooks: dict[str, Callable[..., Any]],
-    rows: Rows = ANY_ROWS,
-    **overrides: Any,
-) -> Engine:
-    settings = build.config(**{"inputs": (_X,), "outputs": (_Y,), **overrides})
-    loaded = Loaded(build.artifact(), module, introspection.from_function(module), None, rows)
-    loaded_hooks = Hooks(**{name: Hook(name, function) for name, function in hooks.items()})
-    return Engine(settings, loaded, torch.device("cpu"), loaded_hooks)
-
-
-def item(*rows: Any, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
-    tensors: dict[str, Any] = {"x": torch.tensor(rows, dtype=torch.float32)}
-    if parameters is None:
-        return tensors
-    return RequestItem(tensors, parameters=parameters)
+def item(*rows: Any, **parameters: Any) -> RequestItem:
+    return RequestItem({"x": torch.tensor(rows, dtype=torch.float32)}, parameters=parameters)
 
 
 _ONE, _TWO = item([1.0]), item([1.0], [2.0])
@@ -95,37 +77,39 @@ def doubled(x: Tensor) -> Tensor:
 def test_preprocess_returns_one_argument_or_several_or_named_ones(
     returned: Callable[[Tensor], Any], module: Callable[..., Any], batched: bool
 ) -> None:
-    model = engine(module, {"preprocess": returned}, max_batch_size=8 if batched else 0)
+    hooks = {"preprocess": returned, "postprocess": lambda y: {"y": y.tolist()}}
+    model = engine(module, hooks=hooks, max_batch_size=8 if batched else 0)
     sent = item([1.0, 2.0], [3.0, 4.0]) if batched else item(1.0, 2.0)
     assert values(model.run([sent])) == [sent["x"].tolist()]
 
 
-def _bytes(x: bytes) -> Tensor:
-    assert x == b"\xff"
-    return torch.zeros(1)
-
-
-def _texts(x: list[str]) -> Tensor:
-    assert x == ["a", "é"]
-    return torch.zeros(1)
-
-
-def _number(x: int) -> Tensor:
-    assert (x, type(x)) == (7, int)
-    return torch.zeros(1)
-
-
+@pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize(
-    ("preprocess", "kind", "sent"),
+    ("annotation", "kind", "sent", "received"),
     [
-        (_bytes, "BYTES", np.array([[b"\xff"]], dtype=object)),
-        (_texts, "BYTES", np.array([[b"a", "é".encode()]], dtype=object)),
-        (_number, "INT32", torch.tensor([[7]], dtype=torch.int32)),
+        (bytes, "BYTES", np.array([b"\xff"], dtype=object), b"\xff"),
+        (list[str], "BYTES", np.array([b"a", "é".encode()], dtype=object), ["a", "é"]),
+        (int, "INT32", torch.tensor([7], dtype=torch.int32), 7),
     ],
 )
-def test_a_rows_value_has_the_annotated_type(preprocess: Any, kind: str, sent: Any) -> None:
-    model = engine(Recorder(), {"preprocess": preprocess}, inputs=(build.spec("x", kind, (-1,)),))
-    assert values(model.run([{"x": sent}])) == [[[0]]]
+def test_a_rows_value_has_the_annotated_type(
+    annotation: Any, kind: str, sent: Any, received: Any, batched: bool
+) -> None:
+    def preprocess(x: Any, scale: float = 2.0) -> dict[str, Any]:
+        assert (x, type(x)) == (received, type(received))
+        return {"x": torch.ones(1) * scale}
+
+    preprocess.__annotations__["x"] = annotation
+    scale = dataclasses.replace(build.spec("scale", dims=(1,)), optional=True)
+    model = engine(
+        doubled,
+        hooks={"preprocess": preprocess},
+        inputs=(build.spec("x", kind, (-1,)), scale),
+        max_batch_size=8 if batched else 0,
+    )
+    plain = {"x": sent[None] if batched else sent}
+    scaled = plain | {"scale": torch.tensor([[0.5]])}
+    assert [one["y"].reshape(-1).tolist() for one in model.run([plain, scaled])] == [[4], [1]]
 
 
 def test_a_hook_that_fills_the_same_dict_for_each_row() -> None:
@@ -136,7 +120,7 @@ def test_a_hook_that_fills_the_same_dict_for_each_row() -> None:
         return own
 
     both = {"preprocess": fill, "postprocess": lambda y: {**fill(y), "y": own.pop("x")}}
-    outcomes = engine(Recorder(), both).run([item([1.0], [2.0]), item([3.0])])
+    outcomes = engine(Recorder(), hooks=both).run([item([1.0], [2.0]), item([3.0])])
     assert values(outcomes) == [[[4], [8]], [[12]]]
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -146,7 +130,7 @@ def test_a_hook_that_fills_the_same_dict_for_each_row() -> None:
         assert not (x == 8).any()
         return x
 
-    model = engine(Recorder(forward), {"preprocess": fill, "collate": collate})
+    model = engine(Recorder(forward), hooks={"preprocess": fill, "collate": collate})
     good, bad = model.run([item([1.0], [2.0]), item([4.0])])
     assert values([good]) == [[[2], [4]]]
     assert isinstance(bad, ForwardError)
@@ -154,11 +138,11 @@ def test_a_hook_that_fills_the_same_dict_for_each_row() -> None:
 
 def test_without_collate_rows_that_cannot_be_stacked_are_different_calls() -> None:
     module = Recorder()
-    model = engine(module, {"preprocess": doubled})
+    model = engine(module, hooks={"preprocess": doubled})
     outcomes = model.run([item([1.0]), item([1.0, 2.0]), item([3.0])])
     assert values(outcomes) == [[[2]], [[2, 4]], [[6]]]
     assert sorted(call.shape for call in module.calls) == [(1, 2), (2, 1)]
-    model = engine(typed := Recorder(), {"preprocess": lambda x: x.double() if x[0] else x})
+    model = engine(typed := Recorder(), hooks={"preprocess": lambda x: x.double() if x[0] else x})
     model.run([item([1.0]), item([0.0])])
     assert [call.dtype for call in typed.calls] == [torch.float64, torch.float32]
 
@@ -173,11 +157,11 @@ def test_collate_makes_one_batch_of_rows_of_any_type() -> None:
         return torch.tensor([[len(row)] for row in rows], dtype=torch.float32)
 
     hooks: dict[str, Any] = {"preprocess": lambda x: "a" * int(x.sum()), "collate": collate}
-    model = engine(Recorder(), hooks)
+    model = engine(Recorder(), hooks=hooks)
     assert values(model.run([item([1.0, 1.0], [3.0, 0.0]), item([1.0])])) == [[[2], [3]], [[1]]]
     assert received == [["aa", "aaa", "a"]]
     module = Recorder(lambda images: torch.stack([image.sum(0, keepdim=True) for image in images]))
-    model = engine(module, {"preprocess": lambda x: x, "collate": collate})
+    model = engine(module, hooks={"preprocess": lambda x: x, "collate": collate})
     assert values(model.run([item([1.0, 2.0]), item([3.0])])) == [[[3]], [[3]]]
     assert [len(call) for call in module.calls] == [2]
 
@@ -210,7 +194,7 @@ def test_the_result_of_postprocess_becomes_the_output_or_is_refused(
     outputs = (build.spec("y", kind, (1,)),)
     for value in (returned, {"y": returned}):
         hooks = {"postprocess": lambda result, value=value: value}
-        (outcome,) = engine(doubled, hooks, outputs=outputs).run([_ONE])
+        (outcome,) = engine(doubled, hooks=hooks, outputs=outputs).run([_ONE])
         if isinstance(expected, list):
             assert values([outcome]) == [expected]
         else:
@@ -225,14 +209,14 @@ def test_hooks_get_the_parameters_of_their_rows() -> None:
         "postprocess": lambda result, parameters: result + parameters["n"],
     }
     # The last row, with its parameters, fills the bucket.
-    model = engine(doubled, hooks, batch_buckets=(4,))
-    sent = [item([1.0], [2.0], parameters={"n": 3}), item([3.0], parameters={"n": 5})]
+    model = engine(doubled, hooks=hooks, batch_buckets=(4,))
+    sent = [item([1.0], [2.0], n=3), item([3.0], n=5)]
     assert values(model.run(sent)) == [[[27], [33]], [[85]]]
     hooks = {
         "preprocess_batch": lambda x, parameters: x + _n_of(parameters),
         "postprocess_batch": lambda result, parameters: result + _n_of(parameters),
     }
-    assert values(engine(doubled, hooks).run(sent)) == [[[11], [13]], [[21]]]
+    assert values(engine(doubled, hooks=hooks).run(sent)) == [[[11], [13]], [[21]]]
 
 
 def _n_of(rows: Any) -> Tensor:
@@ -264,7 +248,7 @@ def test_an_exception_of_a_hook_fails_only_its_request(name: str, kind: type) ->
     if name == "collate":
         hooks = {"preprocess": lambda x: x, "collate": lambda rows: picky(torch.stack(rows))}
     sent = [item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])]
-    outcomes: Any = engine(module, hooks).run(sent)
+    outcomes: Any = engine(module, hooks=hooks).run(sent)
     assert [type(one) for one in outcomes] == [dict, kind, ForwardError, InputError, dict]
     assert [one.reported for one in outcomes[1:4]] == [kind is ForwardError, True, False]
     assert f"{name}() r" in str(outcomes[1])
@@ -279,14 +263,16 @@ def test_a_batch_whose_preprocess_called_another_model_is_halved() -> None:
         return called
 
     with composition.stand_in({"other": lambda x: {"y": x}}):
-        outcomes = engine(picky, {"preprocess": call}).run([item([1.0]), item([0.0]), item([2.0])])
+        outcomes = engine(picky, hooks={"preprocess": call}).run(
+            [item([1.0]), item([0.0]), item([2.0])]
+        )
     assert [type(one) for one in outcomes] == [dict, ForwardError, dict]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu.install(monkeypatch)
-    model = engine(fake_gpu.put, {"preprocess": doubled}, force_cpu_only_input_tensors=False)
+    model = engine(fake_gpu.put, hooks={"preprocess": doubled}, force_cpu_only_input_tensors=False)
     x = torch.ones(1, 2)
     (outcome,) = model.run([{"x": fake_gpu.put(x) if on_gpu else x}])
     assert isinstance(outcome, dict)
@@ -337,7 +323,7 @@ def test_a_request_is_refused_and_the_next_one_is_served(
 ) -> None:
     optional = dataclasses.replace(build.spec("z", dims=(-1,)), optional=True)
     inputs = (_X, optional) if hook is _with_optional else (_X,)
-    model = engine(doubled, {name: hook}, inputs=inputs, check_finite=True)
+    model = engine(doubled, hooks={name: hook}, inputs=inputs, check_finite=True)
     refused, served = model.run([sent, _ONE])
     assert message in str(refused)
     assert isinstance(refused, BackendError)
@@ -345,24 +331,14 @@ def test_a_request_is_refused_and_the_next_one_is_served(
 
 
 def test_preprocess_must_take_the_type_of_its_input() -> None:
+    def preprocess(x: int) -> None: ...
+
     with pytest.raises(BindingError, match=r"'x' is BYTES, and preprocess\(x\) has no"):
-        engine(doubled, {"preprocess": lambda x: x}, inputs=(build.spec("x", "BYTES"),))
+        engine(doubled, hooks={"preprocess": lambda x: x}, inputs=(build.spec("x", "BYTES"),))
+    with pytest.raises(BindingError, match=r"no input feeds preprocess\(\)'s argument language"):
+        engine(doubled, hooks={"preprocess": lambda x, language: x})
     with pytest.raises(BindingError, match=r"'x' is FP32, and preprocess\(\) takes an int"):
-        engine(doubled, {"preprocess": _number}, inputs=(build.spec("x", "FP32"),))
-
-
-_IN_PLACE = {"preprocess": lambda x: x.mul_(2)}
-
-
-@pytest.mark.parametrize("hooks", [{"preprocess": doubled}, _IN_PLACE, {"postprocess": doubled}])
-@pytest.mark.parametrize("wide", [False, True], ids=["one call", "two calls"])
-def test_results_keep_their_values_when_the_next_call_reuses_the_memory(
-    hooks: dict[str, Any], wide: bool
-) -> None:
-    memory = torch.zeros(4096)
-    model = engine(lambda x: memory[: x.numel()].view(x.shape).copy_(x * 2), hooks)
-    outcomes = values(model.run([item([1.0]), item([3.0, 5.0] if wide else [3.0])]))
-    assert outcomes == [[[4.0]], [[12.0, 20.0] if wide else [12.0]]]
+        engine(doubled, hooks={"preprocess": preprocess})
 
 
 class _Pair(NamedTuple):

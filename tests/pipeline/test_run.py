@@ -55,34 +55,49 @@ def test_a_result_of_another_structure_fails_its_batch_only() -> None:
         assert "the outputs y where its first result has them" in str(outcome)
 
 
+def serves(_: Tensor) -> None: ...
+
+
 def fits(x: Tensor) -> None:
     if x.shape[0] > 2:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-# Several calls of one batch; of several shapes, see `outputs_in_memory_used_again` in scenarios.py.
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+# Of several calls without hooks, see `outputs_in_memory_used_again` in scenarios.py.
 @pytest.mark.parametrize(
-    ("judge", "overrides"),
-    [(lambda _: None, {"batch_buckets": (2,)}), (fits, {})],
-    ids=["buckets", "halves"],
+    ("judge", "how", "lengths"),
+    [
+        pytest.param(serves, {"batch_buckets": (2,)}, [1] * 5, id="buckets"),
+        pytest.param(fits, {}, [1] * 5, id="halves"),
+        *(
+            pytest.param(serves, {"hooks": {name: hook}}, lengths, id=f"{name}, {calls}")
+            for name, hook in (
+                ("preprocess", doubled),
+                ("preprocess", lambda x: x.mul_(2)),
+                ("postprocess", doubled),
+            )
+            for lengths, calls in (([1, 1], "one call"), ([1, 2], "two calls"))
+        ),
+    ],
 )
 def test_requests_keep_their_outputs_when_further_calls_reuse_the_memory(
-    judge: Callable[[Tensor], None], overrides: dict[str, Any]
+    judge: Callable[[Tensor], None], how: dict[str, Any], lengths: list[int]
 ) -> None:
-    memory = torch.zeros(8, 1)
-    calls = []
+    memory = torch.zeros(8)
 
     def model(x: Tensor) -> Tensor:
-        calls.append(x)
-        doubled = memory[: x.shape[0]].copy_(x * 2)
+        made = memory[: x.numel()].view(x.shape).copy_(x * 2)
         judge(x)
-        return doubled
+        return made
 
-    outcomes: Any = engine(model, **overrides).run(
-        [{"x": torch.tensor([[value]])} for value in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    )
-    assert len(calls) > 1
-    assert [outcome["y"].item() for outcome in outcomes] == [2, 4, 6, 8, 10]
+    sent = [torch.full((1, length), float(value)) for value, length in enumerate(lengths, 1)]
+    expected = [(4 if "hooks" in how else 2) * x for x in sent]
+    outcomes: Any = engine(model, **how).run([{"x": x} for x in sent])
+    assert [outcome["y"].tolist() for outcome in outcomes] == [y.tolist() for y in expected]
 
 
 def test_seconds_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stateful import IDLE_S, Served, config, engine, make_state, step
+from stateful import IDLE_S, Served, config, make_state, step
 from torch import Tensor
 
 from torch_py_backend.config import dtypes
@@ -28,8 +28,8 @@ _FORGOTTEN_S = IDLE_S + GRACE_S + 0.5
 _INT32 = dtypes.from_triton("INT32")
 
 
-def accumulating(**overrides: Any) -> Served:
-    return Served(config(make_state(), **overrides), models.Accumulate())
+def accumulating() -> Served:
+    return Served(config(make_state()), models.Accumulate())
 
 
 def test_steps_share_a_call_and_slot_fillers_are_not_run() -> None:
@@ -51,40 +51,6 @@ def test_steps_share_a_call_and_slot_fillers_are_not_run() -> None:
     assert calls == [3, 2, 2]
 
 
-def reusing() -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
-    """Return a model that writes to its inputs, and returns memory that its next call reuses."""
-    memory = torch.zeros(8, 4)
-
-    def forward(x: Tensor, total: Tensor) -> dict[str, Tensor]:
-        total += x
-        kept = memory[: x.shape[0]].copy_(total)
-        if bool((x == -1).any()):
-            raise ValueError
-        return {"y": kept, "sum": kept}
-
-    return forward
-
-
-def test_states_are_independent_of_the_models_memory() -> None:
-    served = Served(config(make_state(), retry_failed_batch=True), reusing())
-    assert served.send(step(1, 1, "s")) == [1]
-    assert served.send(step(2, 10, "s")) == [10]
-    assert isinstance(served.send(step(1, -1))[0], ForwardError)
-    assert served.send(step(1, 1)) == [2]
-    assert served.send(step(3, 7, "s"), step(2, 10)) == [7, 20]
-    assert served.send(step(3, 7)) == [14]
-    assert served.send(step(2, 10), step(1, 4)) == [30, 6]
-
-
-def test_a_state_that_is_not_finite_is_not_kept() -> None:
-    served = Served(config(make_state(("total", "y")), check_finite=True), models.Accumulate())
-    assert served.send(step(1, 2, "s"), step(2, 5, "s")) == [2, 5]
-    outcomes = served.send(step(1, float("nan")), step(2, 5))
-    assert isinstance(outcomes[0], OutputError)
-    assert outcomes[1] == 10
-    assert served.send(step(1, 1), step(2, 5)) == [3, 15]
-
-
 @pytest.mark.parametrize("dtype", ["BOOL", "UINT16", "UINT32", "UINT64", "BF16", "FP64"])
 def test_states_of_any_type(dtype: str) -> None:
     def forward(x: Tensor, total: Tensor) -> dict[str, Tensor]:
@@ -102,16 +68,8 @@ def test_the_warm_up_runs_first_steps_and_those_that_follow_them() -> None:
         calls.append((x.shape[0], bool(total.any())))
         return {"y": x, "sum": total + 1}
 
-    model = engine(config(make_state(), max_batch_size=2), adds)
-    warmup.run(model)
+    warmup.run(Served(config(make_state(), max_batch_size=2), adds).engine)
     assert calls == [(rows, follows) for rows in (2, 1) for follows in (False, True)]
-
-
-def test_rows_that_fill_a_bucket_do_not_become_states() -> None:
-    served = accumulating(batch_buckets=(4, 8))
-    assert served.send(*(step(name, name, "s") for name in (1, 2, 3))) == [1, 2, 3]
-    assert served.send(step(2, 5), step(3, 5)) == [7, 8]
-    assert served.send(step(1, 1)) == [2]
 
 
 def _of_dict(inputs: dict[str, Tensor]) -> Tensor:
@@ -171,7 +129,7 @@ _NAMES: st.SearchStrategy[int | str] = st.sampled_from([1, 2, 3, "1", "2", 2**63
 _STEPS = st.builds(
     step,
     _NAMES,
-    st.sampled_from([1.0, 2.0, 3.0, -1.0]),  # -1 fails
+    st.sampled_from([1.0, 2.0, 3.0, -1.0, np.nan]),  # -1 fails, and NaN is refused
     st.sampled_from(["", "", "", "s", "s", "e", "se"]),
 )
 _EVENTS = st.lists(
@@ -180,9 +138,26 @@ _EVENTS = st.lists(
 )
 
 
-@given(_EVENTS)
-def test_in_any_order_each_sequence_has_its_own_sum(events: list[list[RequestItem] | str]) -> None:
-    served = accumulating()
+def _reusing() -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+    """Return a model that writes to its inputs, and returns memory that its next call reuses."""
+    memory = torch.zeros(8, 4)
+
+    def forward(x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        total += x
+        kept = memory[: x.shape[0]].copy_(total)
+        if bool((x == -1).any()):
+            raise ValueError
+        return {"y": kept, "sum": kept}
+
+    return forward
+
+
+@given(_EVENTS, st.sampled_from(["sum", "y"]), st.sampled_from([None, (4, 8)]))
+def test_in_any_order_each_sequence_has_its_own_sum(
+    events: list[list[RequestItem] | str], output: str, buckets: tuple[int, ...] | None
+) -> None:
+    state = make_state(("total", output))  # which clients get, or not
+    served = Served(config(state, check_finite=True, batch_buckets=buckets), _reusing())
     totals: dict[int | str, float] = {}
     used: dict[int | str, float] = {}
     for event in events:
@@ -208,6 +183,8 @@ def _compare(totals: dict[int | str, float], item: RequestItem, outcome: Any) ->
         assert f"sequence {step.id} has no state here" in str(outcome)
     elif value == -1:
         assert isinstance(outcome, ForwardError)
+    elif np.isnan(value):
+        assert isinstance(outcome, OutputError)
     else:
         totals[step.id] += value
         assert outcome == totals[step.id]
