@@ -108,11 +108,7 @@ TABLE = (
         "complete_strings",
         scenarios.text(models.source(Texts) + _EXAMPLE_TEXTS),
         BARE,
-        (
-            _said("a", "bcd", "ef"),
-            _NOT_TEXT,
-            _said("z"),
-        ),
+        (_said("a", "bcd", "ef"), _NOT_TEXT, _said("z")),
     ),
     Scenario(  # AOTInductor's, which takes any number of rows
         "complete_aoti",

@@ -110,9 +110,7 @@ def test_model_that_refuses_made_up_values_needs_an_example_or_outputs(tmp_path:
         {"model_transaction_policy": {"decoupled": True}},
     ],
 )
-def test_ragged_decoupled_and_sequence_models_need_all_their_tensors(
-    written: dict[str, Any], tmp_path: Path
-) -> None:
+def test_models_whose_tensors_are_not_inferred(written: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"which are not inferred for .*; expected data_type"):
         _describe(tmp_path, **written)
 

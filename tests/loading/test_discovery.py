@@ -120,9 +120,7 @@ def test_several_weights_need_a_name(tmp_path: Path) -> None:
         ("class Kind(enum.Enum): ...\nclass F(autograd.Function): ...\n", "model.pt"),
     ],
 )
-def test_model_py_without_a_module_belongs_to_the_complete_model_beside_it(
-    text: str, model: str, tmp_path: Path
-) -> None:
+def test_model_py_without_a_module_is_not_the_model(text: str, model: str, tmp_path: Path) -> None:
     version = store(tmp_path, {"model.pt": script})
     build.write(tmp_path, "model.py", text)
     artifact = discovery.find(build.config(tmp_path))
@@ -164,9 +162,7 @@ def test_files_of_the_weights_are_the_file_and_its_existing_shards(
         (b"PK\x03\x04" + bytes(60), ArtifactType.UNKNOWN),
     ],
 )
-def test_type_follows_from_the_first_bytes_and_the_members(
-    content: bytes, kind: ArtifactType, tmp_path: Path
-) -> None:
+def test_type_follows_from_the_bytes(content: bytes, kind: ArtifactType, tmp_path: Path) -> None:
     assert discovery.file_type(build.write(tmp_path, "model.pt", content)) is kind
 
 

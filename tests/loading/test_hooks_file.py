@@ -101,9 +101,7 @@ def test_arguments_may_have_any_name_but_parameters(tmp_path: Path) -> None:
         (SystemExit(3), False),
     ],
 )
-def test_value_errors_of_preprocess_are_the_clients_and_others_the_models(
-    error: BaseException, refused: bool
-) -> None:
+def test_value_errors_of_preprocess_are_the_clients(error: BaseException, refused: bool) -> None:
     def fails(*_: object) -> None:
         raise error
 
@@ -116,9 +114,7 @@ def test_value_errors_of_preprocess_are_the_clients_and_others_the_models(
         assert isinstance(raised.value, ForwardError) == (raised.value.__cause__ is error)
 
 
-def test_first_refusal_is_logged_as_it_may_be_a_mistake(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_first_refusal_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hooks = load(tmp_path, "class Hooks:\n    def preprocess(self, x):\n        return int(x)\n")
     assert hooks.preprocess is not None
     for value in ("one", "two"):

@@ -22,6 +22,7 @@ class Net(nn.Module):
 """
 _RAISES = "from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n        "
 _FAILS = "Net() in model.py fails at line 4: "
+_THREE = f"{NET}    size = 3\n\ndef make():\n    return 3\n"
 _DOUBLE = "def double(x):\n    return 2 * x\n"
 _EXAMPLES = "def example_inputs(): ...\n"
 # Not candidates: functions and parts beside a class, its instances, and another name of it.
@@ -36,7 +37,7 @@ FIRST = "class First(Net):\n    def forward(self, x):\n        return x + 2\n"
 
 def constructed(folder: Path, source: str | bytes, **options: Any) -> Any:
     artifact = Artifact(ArtifactType.MODULE, build.write(folder, "model.py", source))
-    return python_source.construct(build.config(folder, **options), artifact)[0]
+    return python_source.load(artifact, build.config(folder, **options), None).module
 
 
 def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
@@ -79,6 +80,9 @@ def test_imported_class_is_served_by_its_name_or_to_the_python_runtime(tmp_path:
         (NET, {"model_class": "nn"}, "model.py defines Net; expected nn."),
         (NET + "net = Net()\n", {"model_class": "net"}, "model.py defines Net; expected net."),
         (_DOUBLE, {"model_kwargs": {"y": 3}}, "double() in model.py fails at TypeError: "),
+        (_THREE, {"model_factory": "make"}, "fails at TypeError: 3 is not a callable object"),
+        (_THREE, {"method": "decode"}, "fails at AttributeError: 'Net' object has no attribute"),
+        (_THREE, {"method": "size"}, "fails at TypeError: 3 is not a callable object"),
         (NET + "class Hooks: ...\n", {}, "Move it to hooks.py"),
         (f"{_RAISES}raise SystemExit(2)\n", {}, f"{_FAILS}SystemExit: 2"),
         (f"{_RAISES}nn.Linear('a', 1)\n", {}, f"{_FAILS}TypeError: "),
@@ -90,9 +94,7 @@ def test_imported_class_is_served_by_its_name_or_to_the_python_runtime(tmp_path:
         ("import os\nimport unclosed\n", {}, "fails at line 2: SyntaxError: '(' was never"),
     ],
 )
-def test_source_that_is_refused(
-    source: str | bytes, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_source_that_is_refused(source: Any, options: Any, message: str, tmp_path: Path) -> None:
     build.write(tmp_path, "dividing.py", "x = 1\n\ny = 1 / 0\n")
     build.write(tmp_path, "unclosed.py", "x = 1\n\n\n\ny = (\n")
     for _ in range(2):  # a file that failed is not taken from sys.modules

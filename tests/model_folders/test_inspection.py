@@ -61,16 +61,14 @@ def _parameters(**values: str) -> dict[str, Any]:
     [
         ("function", "x FP32 [4] → x; y FP32 [4]"),
         (
-            "state_direct",
-            "x FP32 [4] → x; total FP32 [4] (state) → total; y FP32 [4]; sum FP32 [4] (state)",
+            "state_grows",
+            "past FP32 [-1] (state) → past; RESULT[0] FP32 [1]; RESULT[1] FP32 [-1] (state)",
         ),
         ("signals_uint64_direct", "; END FP32 [1] (control) → END; READY BOOL [1] (control) → "),
         ("batch_output", "; sizes INT32 (BATCH_ELEMENT_COUNT of x) → sizes; y FP32 [-1]; mean"),
     ],
 )
-def test_report_says_what_the_model_takes_and_gives_and_nothing_is_written(
-    name: str, says: str, tmp_path: Path
-) -> None:
+def test_report_says_what_the_model_takes_and_gives(name: str, says: str, tmp_path: Path) -> None:
     folder = instances.named(name).lay_out(tmp_path)
     before = command_line.tree(tmp_path)
     report = inspection.inspect(fake_triton.arguments(folder))

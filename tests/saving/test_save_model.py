@@ -79,9 +79,7 @@ _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], str], ...
 @pytest.mark.parametrize(
     ("kind", "file", "case"), [(*item, case) for kinds, *case in _CASES for item in kinds.items()]
 )
-def test_config_has_the_tensors_and_the_batch_of_the_module(
-    kind: Any, file: str, case: Any, tmp_path: Path
-) -> None:
+def test_config_describes_the_module(kind: Any, file: str, case: Any, tmp_path: Path) -> None:
     """The module and the example do not change, also if it writes into its inputs."""
     make, example, options, described = case
     module, before = make().train(), copy.deepcopy(example)
@@ -239,9 +237,7 @@ def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(
     assert scope["Hooks"]().preprocess("abba") == 2
 
 
-def test_model_without_a_tokenizer_takes_tokens_of_any_number_and_returns_no_cache(
-    tmp_path: Path,
-) -> None:
+def test_model_without_a_tokenizer_takes_tokens_and_returns_no_cache(tmp_path: Path) -> None:
     ids = torch.ones(2, 5, dtype=torch.long)
     tokens = {"input_ids": ids, "attention_mask": ids}
     settings = {"vocab_size": 9, "n_embd": 16, "n_layer": 1, "n_head": 2}
