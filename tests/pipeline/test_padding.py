@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.pipeline.padding import Pad, Padding
-from torch_py_backend.values import Item
+from torch_py_backend.values import Item, Value
 
 
 def spec(
@@ -65,7 +65,7 @@ def test_images_of_different_sizes_share_a_batch() -> None:
     assert classes == [(2, 2), (3, 3), (3, 3), (4, 4)]
 
 
-def test_a_mask_that_is_left_out_marks_all_values_in_its_own_type() -> None:
+def test_a_mask_marks_all_values_if_it_is_left_out_or_is_as_long_as_its_input() -> None:
     padding = create((IDS, spec("mask", "BOOL", optional=True)), ids={"mask": "mask"})
     filled: Any = padding.fill({"ids": torch.zeros(2, 3, dtype=torch.int64)})
     mask = filled["mask"]
@@ -73,6 +73,8 @@ def test_a_mask_that_is_left_out_marks_all_values_in_its_own_type() -> None:
     assert mask.tolist() == [[True] * 3] * 2
     alone: Item = {"mask": torch.ones(2, 3)}
     assert padding.fill(alone) is alone
+    sent: Item = {"ids": torch.ones(2, 3), "mask": torch.ones(2, 1)}
+    assert "input 'mask' is [2, 1], and its input 'ids' is [2, 3]" in str(padding.fill(sent))
 
 
 @pytest.mark.parametrize(
@@ -102,12 +104,6 @@ def test_padding_makes_a_batch_at_most_four_times_as_large(
     ]
 
 
-def test_a_mask_must_be_as_long_as_its_input() -> None:
-    padding = create((IDS, MASK), ids={"mask": "mask"})
-    sent: Item = {"ids": torch.ones(2, 3), "mask": torch.ones(2, 1)}
-    assert "input 'mask' is [2, 1], and its input 'ids' is [2, 3]" in str(padding.fill(sent))
-
-
 def test_an_optional_input_that_is_left_out_pads_nothing() -> None:
     padding = create((IDS, MASK), ids={"mask": "mask"})
     items: list[Item] = [{"x": torch.zeros(1, 2)}, {"x": torch.zeros(7, 2)}]
@@ -115,6 +111,7 @@ def test_an_optional_input_that_is_left_out_pads_nothing() -> None:
 
 
 _EIGHT = torch.arange(8)
+_WORDS = np.array([list("abcd"), list("efgh")], dtype=np.object_)
 _LISTED: dict[str, Any] = {"outputs": ["y"]}
 
 
@@ -127,28 +124,20 @@ _LISTED: dict[str, Any] = {"outputs": ["y"]}
         ((-1,), {"outputs": []}, _EIGHT.reshape(2, 4), [[0, 1, 2, 3], [4, 5, 6, 7]]),
         ((-1,), _LISTED, torch.arange(6).reshape(2, 3), [[0, 1, 2], [3, 4, 5]]),
         ((4,), {}, torch.zeros(2, 4), [[0.0] * 4] * 2),
+        ((-1,), _LISTED, _WORDS, [["a", "b"], ["e", "f", "g", "h"]]),
     ],
-    ids=["left", "more behind", "other axis", "not listed", "own length", "fixed length"],
+    ids=["left", "more behind", "other axis", "not listed", "own", "fixed", "strings"],
 )
 def test_listed_outputs_get_their_own_lengths(
-    dims: tuple[int, ...], pad: dict[str, Any], output: Tensor, expected: list[Any]
+    dims: tuple[int, ...], pad: dict[str, Any], output: Value, expected: list[Any]
 ) -> None:
     padding = create((IDS,), (spec("y", "FP32", dims),), ids=pad)
-    items: list[Any] = [{"ids": torch.zeros(1, length)} for length in (2, 4)]
-    outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(2)]
-    padding.cut(outcomes, items)
-    assert [outcome["y"][0].tolist() for outcome in outcomes] == expected
-    rows: list[dict[str, Any]] = [{"y": output}, {"y": output}]
-    padding.cut(rows, [{"ids": torch.zeros(2, length)} for length in (2, 4)])
-    assert all(outcome["y"].is_contiguous() for outcome in outcomes + rows)
-
-
-def test_strings_for_padding_are_not_sent() -> None:
-    padding = create((IDS,), (spec("y", "BYTES"),), ids=_LISTED)
-    words = np.array([["a", "b", "?"]], dtype=np.object_)
-    outcomes: list[dict[str, Any]] = [{"y": words}, {"y": words}]
-    padding.cut(outcomes, [{"ids": torch.zeros(1, length)} for length in (2, 3)])
-    assert outcomes[0]["y"].tolist() == [["a", "b"]]
+    for rows in (1, 2):
+        outcomes: list[dict[str, Any]] = [{"y": output[row : row + rows]} for row in range(2)]
+        padding.cut(outcomes, [{"ids": torch.zeros(rows, length)} for length in (2, 4)])
+        assert [outcome["y"][0].tolist() for outcome in outcomes] == expected
+        for outcome in outcomes:
+            assert output is _WORDS or outcome["y"].is_contiguous()
 
 
 @pytest.mark.parametrize(

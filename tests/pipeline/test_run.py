@@ -111,23 +111,15 @@ def test_seconds_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return stage
 
-    stages = run.Stages(
-        before=(),
-        group=lambda entries: (entries, ()),
+    plain = engine(doubled).stages
+    stages = plain._replace(
         send=taking(2, lambda columns: columns),
-        extract=taking(8, lambda result, _: [result]),
-        fill=None,
-        copy=lambda value: value,
+        extract=taking(8, plain.extract),
         fetch=taking(16, lambda values: values),
-        scatter=lambda values, sizes, _: list(torch.as_tensor(values[0]).split(list(sizes))),
-        after=(),
     )
-    counts = Counts()
-    gather = taking(1, lambda items: ([torch.cat(items)], [len(item) for item in items]))
-    items: list[Any] = [torch.ones(2), torch.ones(1)]
-    group = run.Group(gather, taking(4, torch.neg), items, (0, 1))
-    results = run.attempt(stages, counts)(group, False)
-    assert [result.tolist() for result in results] == [[-1, -1], [-1]]
+    _, (group,) = stages.group(items((2, 1), (1, 1)))
+    timed = group._replace(gather=taking(1, group.gather), call=taking(4, group.call))
+    run.attempt(stages, counts := Counts())(timed, False)
     assert counts == Counts(
         rows=3,
         gather_seconds=1,

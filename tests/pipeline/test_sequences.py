@@ -15,17 +15,13 @@ from hypothesis import strategies as st
 from stateful import IDLE_S, Served, config, make_state, step
 from torch import Tensor
 
-from torch_py_backend.config import dtypes
-from torch_py_backend.config.model_config import Origin, TensorSpec
 from torch_py_backend.engine import warmup
 from torch_py_backend.errors import ForwardError, InputError, OutputError, UnavailableError
 from torch_py_backend.pipeline.sequences import GRACE_S
-from torch_py_backend.signature import binding, introspection
 from torch_py_backend.values import RequestItem
 
 # Longer than the idle time, plus the time a request may still be queued.
 _FORGOTTEN_S = IDLE_S + GRACE_S + 0.5
-_INT32 = dtypes.from_triton("INT32")
 
 
 def accumulating() -> Served:
@@ -70,33 +66,6 @@ def test_the_warm_up_runs_first_steps_and_those_that_follow_them() -> None:
 
     warmup.run(Served(config(make_state(), max_batch_size=2), adds).engine)
     assert calls == [(rows, follows) for rows in (2, 1) for follows in (False, True)]
-
-
-def _of_dict(inputs: dict[str, Tensor]) -> Tensor:
-    return inputs["x"]
-
-
-def _of_list(tensors: list[Tensor]) -> Tensor:
-    return tensors[0]
-
-
-@pytest.mark.parametrize(
-    ("function", "controls", "taken"),
-    [
-        (lambda x, total, READY: x, ("START", "READY", "CORRID"), ("READY",)),
-        (lambda x, total, READY: x, ("READY__2", "CORRID__3"), ("READY__2",)),
-        (_of_dict, ("START", "READY", "CORRID"), ("START", "READY", "CORRID")),
-        (_of_list, ("START", "READY", "CORRID"), ()),
-    ],
-    ids=["name", "number", "dict", "list"],
-)
-def test_controls_are_taken_by_name_or_number(
-    function: Callable[..., Any], controls: tuple[str, ...], taken: tuple[str, ...]
-) -> None:
-    specs = [TensorSpec(name, _INT32, (1,), origin=Origin.CONTROL) for name in controls]
-    signature = introspection.from_function(function)
-    bound = binding.with_controls(config(controls=specs), signature)
-    assert tuple(spec.name for spec in bound.inputs if spec.origin is Origin.CONTROL) == taken
 
 
 def test_idle_sequences_are_freed_after_a_request_may_have_been_queued() -> None:

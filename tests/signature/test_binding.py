@@ -2,10 +2,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import build
 import pytest
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torch_py_backend.config.model_config import SequenceConfig
 from torch_py_backend.errors import BindingError, LoadError
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.arguments import ArgumentType, Signature
@@ -63,16 +65,22 @@ def bound(signature: str | Signature, names: str) -> InputBinding:
     )
 
 
-def called(parameters: str, names: str) -> str:
+def called(signature: str | Signature, names: str) -> str:
     """Return the arguments of forward() as text, without quotes; a column is its tensor's name."""
-    inputs = bound(parameters, names)
-    assert sorted(inputs.names) == sorted(n for n in names.split(", ") if not n.endswith("?"))
+    inputs = bound(signature, names)
+    sent = [name.rstrip("!") for name in names.split(", ") if not name.endswith("?")]
+    assert sorted(inputs.names) == sorted(sent)
     assert len(inputs.types) == len(inputs.places) == len(inputs.names)
-    return str(inputs.call(function(parameters), inputs.names)).replace("'", "")
+    if isinstance(signature, str):
+        arguments = inputs.call(function(signature), inputs.names)
+    else:
+        assert set(inputs.types) == {ArgumentType.TENSOR}
+        arguments = inputs.call(lambda *args, **named: (*args, named), inputs.names)
+    return str(arguments).replace("'", "")
 
 
 @pytest.mark.parametrize(
-    ("parameters", "names", "arguments"),
+    ("signature", "names", "arguments"),
     [
         # by name
         ("x, y", "y, x", "{x: x, y: y}"),
@@ -110,12 +118,47 @@ def called(parameters: str, names: str) -> str:
         ("x, y: Tensor | None, z=3", "x, y?", "{x: x, y: None, z: 3}"),
         ("x: dict", "a?, b", "{x: {b: b}}"),
         ("x, y", "x, ARGS[1][a]?, ARGS[1][b]", "{x: x, y: {b: ARGS[1][b]}}"),
+        # TorchScript's arguments get their tensors by one rule
+        (SCRIPT, "INPUT1, INPUT0", "(INPUT0, INPUT1, {})"),
+        (SCRIPT, "i__1, i__0", "(i__0, i__1, {})"),
+        (SCRIPT, "image, mask", "(image, mask, {})"),
+        (SCRIPT, "INPUT__1, image", "(INPUT__1, image, {})"),
+        (SCRIPT, "INPUT1, image", "(INPUT1, image, {})"),
+        (SCRIPT, "ARGS[1], INPUT0", "(INPUT0, ARGS[1], {})"),
+        (scripted("a__1, b"), "b, a__1", "(a__1, b, {})"),
+        (scripted("xs: dict[str, Tensor]"), "y, x__1", "({y: y, x__1: x__1}, {})"),
+        # states and controls are bound by their own names, whatever the rule for the others is
+        (SCRIPT, "image, i__1!", "(image, i__1, {})"),
+        (SCRIPT, "image, i__0!", "(i__0, image, {})"),
+        (SCRIPT, "INPUT0, i__1!", "(INPUT0, i__1, {})"),
+        # a program gets its own tree
+        (tree((0,)), "anything", "(anything, {})"),
+        (TREE, "e, d, c, b, a", "(e, {z: d, a: [c, b]}, {scale: a})"),
+        (tree((0,), {"b": 0, "a": 0}, ["x"]), "a, KWARGS[b], x", "(x, {b: KWARGS[b], a: a})"),
+        # a key that occurs twice; an argument before a key, and before a number
+        (
+            tree(({"a": 0, "b": 0}, {"b": 0}), names=["d", "e"]),
+            "ARGS[1][b], a, ARGS[0][b]",
+            "({a: a, b: ARGS[0][b]}, {b: ARGS[1][b]}, {})",
+        ),
+        (tree((0, {"x": 0}), names=["x", "d"]), "ARGS[1][x], x", "(x, {x: ARGS[1][x]}, {})"),
+        (tree((0, 0), names=["i__1", "i__0"]), "i__0, i__1", "(i__1, i__0, {})"),
+        (
+            tree((Pair(0, 0), {3: 0}), names=["p"]),
+            "ARGS[0][b], ARGS[1][3], ARGS[0][a]",
+            "(Pair(a=ARGS[0][a], b=ARGS[0][b]), {3: ARGS[1][3]}, {})",
+        ),
+        (
+            tree((0, (1, 2)), constants={1: 5}, names=["x"]),
+            "x, ARGS[1][1]",
+            "(x, (5, ARGS[1][1]), {})",
+        ),
     ],
 )
 def test_inputs_are_bound_by_name_path_or_number_else_in_order(
-    parameters: str, names: str, arguments: str
+    signature: str | Signature, names: str, arguments: str
 ) -> None:
-    assert called(parameters, names) == arguments
+    assert called(signature, names) == arguments
 
 
 @pytest.mark.parametrize(
@@ -193,52 +236,19 @@ def test_column_has_the_type_of_its_argument_and_parts_are_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("signature", "names", "arguments"),
+    ("parameters", "controls", "taken"),
     [
-        # TorchScript's arguments get their tensors by one rule
-        (SCRIPT, "INPUT1, INPUT0", "(INPUT0, INPUT1) {}"),
-        (SCRIPT, "i__1, i__0", "(i__0, i__1) {}"),
-        (SCRIPT, "image, mask", "(image, mask) {}"),
-        (SCRIPT, "INPUT__1, image", "(INPUT__1, image) {}"),
-        (SCRIPT, "INPUT1, image", "(INPUT1, image) {}"),
-        (SCRIPT, "ARGS[1], INPUT0", "(INPUT0, ARGS[1]) {}"),
-        (scripted("a__1, b"), "b, a__1", "(a__1, b) {}"),
-        (scripted("xs: dict[str, Tensor]"), "y, x__1", "({y: y, x__1: x__1}) {}"),
-        # states and controls are bound by their own names, whatever the rule for the others is
-        (SCRIPT, "image, i__1!", "(image, i__1) {}"),
-        (SCRIPT, "image, i__0!", "(i__0, image) {}"),
-        (SCRIPT, "INPUT0, i__1!", "(INPUT0, i__1) {}"),
-        # a program gets its own tree
-        (tree((0,)), "anything", "(anything) {}"),
-        (TREE, "e, d, c, b, a", "(e, {z: d, a: [c, b]}) {scale: a}"),
-        (tree((0,), {"b": 0, "a": 0}, ["x"]), "a, KWARGS[b], x", "(x) {b: KWARGS[b], a: a}"),
-        # a key that occurs twice; an argument before a key, and before a number
-        (
-            tree(({"a": 0, "b": 0}, {"b": 0}), names=["d", "e"]),
-            "ARGS[1][b], a, ARGS[0][b]",
-            "({a: a, b: ARGS[0][b]}, {b: ARGS[1][b]}) {}",
-        ),
-        (tree((0, {"x": 0}), names=["x", "d"]), "ARGS[1][x], x", "(x, {x: ARGS[1][x]}) {}"),
-        (tree((0, 0), names=["i__1", "i__0"]), "i__0, i__1", "(i__1, i__0) {}"),
-        (
-            tree((Pair(0, 0), {3: 0}), names=["p"]),
-            "ARGS[0][b], ARGS[1][3], ARGS[0][a]",
-            "(Pair(a=ARGS[0][a], b=ARGS[0][b]), {3: ARGS[1][3]}) {}",
-        ),
-        (
-            tree((0, (1, 2)), constants={1: 5}, names=["x"]),
-            "x, ARGS[1][1]",
-            "(x, (5, ARGS[1][1])) {}",
-        ),
+        ("x, total, READY", "START, READY, CORRID", ["READY"]),
+        ("x, total, READY", "READY__2, CORRID__3", ["READY__2"]),
+        ("inputs: dict[str, Tensor]", "START, READY, CORRID", ["START", "READY", "CORRID"]),
+        ("tensors: list[Tensor]", "START, READY, CORRID", []),
     ],
+    ids=["name", "number", "dict", "list"],
 )
-def test_artifacts_get_their_tensors_by_their_own_rule(
-    signature: Signature, names: str, arguments: str
+def test_controls_are_taken_by_name_or_number(
+    parameters: str, controls: str, taken: list[str]
 ) -> None:
-    inputs = bound(signature, names)
-    called = inputs.call(
-        lambda *args, **kwargs: f"({', '.join(map(str, args))}) {kwargs}", inputs.names
-    )
-    assert str(called).replace("'", "") == arguments
-    assert set(inputs.types) == {ArgumentType.TENSOR}
-    assert len(inputs.places) == len(inputs.names)
+    specs = tuple(map(build.spec, controls.split(", ")))
+    config = build.config(inputs=(), sequencing=SequenceConfig(5.0, specs, (), True, 8))
+    signature = introspection.from_function(function(parameters))
+    assert [spec.name for spec in binding.with_controls(config, signature).inputs] == taken
