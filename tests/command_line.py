@@ -39,15 +39,6 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def refuse(text: str, *arguments: str, cwd: Path | None = None) -> None:
-    """Check that the command prints one line on standard error with a text, and exits with 1."""
-    done = run(*arguments, cwd=cwd)
-    assert done.returncode == 1, done.stdout
-    assert done.stderr.startswith("error: ")
-    assert text in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def here(task: str, arguments: Mapping[str, Any], *rest: object, **_: object) -> Any:
     """Run a task of `child_process.run` in this process, which need not import torch again."""
     module, function = task.split(":")

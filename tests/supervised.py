@@ -84,15 +84,14 @@ class Supervised:
 
     def in_state(self, model: str, state: InstanceState) -> list[psutil.Process]:
         processes: list[psutil.Process] = []
-        try:
+        # It is just starting, or not there.
+        with contextlib.suppress(psutil.Error, KeyError, ValueError):
             folder = Path(self.triton().environ()[instance_status.VARIABLE])
-        except (psutil.Error, KeyError, ValueError):  # it is just starting, or not there
-            return processes
-        for path in instance_status.files(folder):
-            with contextlib.suppress(psutil.Error, OSError, ValueError):
-                reader = instance_status.Reader(path)
-                if reader.identity.model == model and reader.read().state is state:
-                    processes.append(psutil.Process(reader.identity.pid))
+            for path in instance_status.files(folder):
+                with contextlib.suppress(psutil.Error, OSError, ValueError):
+                    reader = instance_status.Reader(path)
+                    if reader.identity.model == model and reader.read().state is state:
+                        processes.append(psutil.Process(reader.identity.pid))
         return processes
 
     def ask(self, path: str) -> tuple[int, dict[str, Any]]:
@@ -135,12 +134,10 @@ class Steady:
         self.failures: list[str] = []
         self.answers = 0
         self._stop = threading.Event()
+        addresses = {tritonclient.http: served.http, tritonclient.grpc: served.grpc}
         self._threads = [
-            threading.Thread(target=self._ask, args=(module, address, model), daemon=True)
-            for module, address in (
-                (tritonclient.http, served.http),
-                (tritonclient.grpc, served.grpc),
-            )
+            threading.Thread(target=self._ask, args=(*one, model), daemon=True)
+            for one in addresses.items()
         ]
         for thread in self._threads:
             thread.start()

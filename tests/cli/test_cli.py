@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import refuse, run
+from command_line import run
 from supervised import PORTS
 
 from torch_py_backend import __version__
@@ -61,4 +61,8 @@ def test_an_error_is_one_line_and_exit_code_1(command: str, text: str, tmp_path:
     (tmp_path / "empty").mkdir()
     name, *arguments = command.split()
     ports = PORTS if name == "serve" else ()
-    refuse(text, name, *ports, *arguments, cwd=tmp_path)
+    done = run(name, *ports, *arguments, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert done.stderr.startswith("error: ")
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1

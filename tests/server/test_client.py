@@ -29,8 +29,11 @@ def test_requests_have_the_key() -> None:
     assert load.kwargs["metadata"] == unload.kwargs["metadata"] == keys
 
 
-_PARSED = "[libprotobuf] Error parsing text-format inference.ModelConfig: 2:16: Expected string"
-_POLLED = "E1127] \"Poll failed for model directory 'm': cannot be read\""
+_PARSED = (
+    "[libprotobuf] Error parsing text-format inference.ModelConfig: 2:16: Expected string\n"
+    "I1127 another model\n"
+)
+_POLLED = "E1127] \"Poll failed for model directory 'm': cannot be read\"\n"
 _NOT_POLLED = "failed to load 'm', failed to poll from model repository"
 _CODES = grpc.StatusCode
 
@@ -42,11 +45,8 @@ _CODES = grpc.StatusCode
         (_CODES.INVALID_ARGUMENT, "load failed", "", "load failed"),
         (_CODES.DEADLINE_EXCEEDED, "", "", "StatusCode.DEADLINE_EXCEEDED"),
         # The reason of an unreadable config may stand a few lines above.
-        (
-            *(_CODES.INTERNAL, _NOT_POLLED, f"{_PARSED}\nI1127 another model\n{_POLLED}\n"),
-            "cannot be read: 2:16: Expected string",
-        ),
-        (_CODES.INTERNAL, _NOT_POLLED, f"{_POLLED}\n", "cannot be read"),
+        (_CODES.INTERNAL, _NOT_POLLED, _PARSED + _POLLED, "cannot be read: 2:16: Expected string"),
+        (_CODES.INTERNAL, _NOT_POLLED, _POLLED, "cannot be read"),
         (_CODES.INTERNAL, _NOT_POLLED, "", _NOT_POLLED),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
@@ -23,10 +24,15 @@ _TIMEOUT = "took longer than 100 s (--load-timeout)"
 _KILLED = {"a": "is down: was killed"}
 
 
+@dataclass
 class FakeCall:
     """A load or an unload that is in progress until it has a failure, which may be empty."""
 
+    work: Callable[[], str]
     failure: str | None = None
+
+    def complete(self) -> None:
+        self.failure = self.work()
 
     def done(self) -> bool:
         return self.failure is not None
@@ -66,7 +72,7 @@ class FakeServer:
         self.killed: list[str] = []
         self.events: list[Event] = []
         self.now = 0.0
-        self.pending: list[Callable[[], None]] | None = None
+        self.pending: list[FakeCall] | None = None
         self.answers = True
         self.refuses_unloads = False
         self.idle_since: float | None = None
@@ -131,15 +137,11 @@ class FakeServer:
         return self._begin(work)
 
     def _begin(self, work: Callable[[], str]) -> FakeCall:
-        call = FakeCall()
-
-        def complete() -> None:
-            call.failure = work()
-
+        call = FakeCall(work)
         if self.pending is None:
-            complete()
+            call.complete()
         else:
-            self.pending.append(complete)
+            self.pending.append(call)
         return call
 
     def start(self, model: str) -> None:
@@ -213,8 +215,8 @@ def _serving(*models: str, **options: Any) -> FakeServer:
     return server
 
 
-def _loading() -> tuple[FakeServer, Callable[[], None]]:
-    """Return a server whose model `a` is being loaded, in process 5, and the end of that load."""
+def _loading() -> tuple[FakeServer, FakeCall]:
+    """Return a server whose model `a` is being loaded, in process 5, and that load."""
     server = FakeServer("a")
     server.pending = []
     server.supervisor.load(["a"])
@@ -225,7 +227,7 @@ def _loading() -> tuple[FakeServer, Callable[[], None]]:
 
 
 def test_a_model_that_is_refused_is_not_loaded_again() -> None:
-    server = FakeServer("a", "b", "c")
+    server = FakeServer("a", "b", "c", "d")
     assert server.supervisor.snapshot.problem == "the server is being started"
     server.refusals["c"] = _UNSUITABLE
     server.refusals["b"] = ToolError("no /srv/b/model.py")
@@ -238,16 +240,22 @@ def test_a_model_that_is_refused_is_not_loaded_again() -> None:
     server.expect("FAILED c, READY a, FAILED b", "load a, load b", why)
     server.after(200, not_ready=why)
     assert server.supervisor.snapshot.problem == ""
+    assert server.supervisor.snapshot.others == ["d"]
 
 
-def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
-    """Idle ones are killed after a second; their death is no failure of the load that has begun."""
+def test_the_load_after_a_death_waits_for_the_unload_and_ten_seconds_for_survivors() -> None:
+    """Triton does not load a dead model that it reports as READY.
+
+    Idle survivors are killed after a second; their death is no failure of the load that has begun.
+    """
     server = _serving("a")
     server.die("a")
     server.survivors = {5}
-    server.step(3)
+    server.refuses_unloads = True
+    server.after(0.3, "DOWN a", "unload a, unload a, unload a", _KILLED)
+    server.refuses_unloads = False
     assert server.killed == []
-    server.after(9, "DOWN a", "unload a", _KILLED)
+    server.after(9, "", "unload a", _KILLED)
     assert set(server.killed) == {"a"}
     server.after(2, "READY a", "load a")
     assert server.disregarded == {5}
@@ -271,9 +279,7 @@ def test_a_crash_loop_has_growing_delays() -> None:
     assert len(texts) == len(delays) + 1
 
 
-@pytest.mark.parametrize(
-    ("seconds", "event"), [(59, "GIVEN UP"), (61, "DOWN")], ids=["59 s", "61 s"]
-)
+@pytest.mark.parametrize(("seconds", "event"), [(59, "GIVEN UP"), (61, "DOWN")])
 def test_a_model_that_has_served_for_a_minute_is_reloaded_as_at_first(
     seconds: int, event: str
 ) -> None:
@@ -292,24 +298,14 @@ def test_a_death_during_a_load_that_succeeds() -> None:
     server.pending = []
     server.now = 1000.0
     server.supervisor.load(["a"])
-    server.pending.pop()()
+    server.pending.pop().complete()
     server.die("a")
     for _ in range(2):
         server.step()
-        server.pending.pop()()
+        server.pending.pop().complete()
     server.step()
     assert server.events[-1].text == "serves again after 0.3 s"
     server.expect("DOWN a, READY a", "load a, unload a, load a")
-
-
-def test_an_unload_that_fails_is_tried_again_before_the_load() -> None:
-    """Triton does not load a dead model that it reports as READY."""
-    server = _serving("a", restarts=2)
-    server.die("a")
-    server.refuses_unloads = True
-    server.after(0.3, "DOWN a", "unload a, unload a, unload a", _KILLED)
-    server.refuses_unloads = False
-    server.after(3, "READY a", "unload a, load a")
 
 
 def test_an_ensemble_that_triton_does_not_load_with_its_part() -> None:
@@ -317,14 +313,14 @@ def test_an_ensemble_that_triton_does_not_load_with_its_part() -> None:
     server.die("a")
     server.pending = []
     server.step()
-    server.pending.pop()()
+    server.pending.pop().complete()
     server.step()
     needs = {
         "a": "is being loaded: was killed",
         "e": "is down: needs the model 'a', which does not serve",
     }
     server.expect("DOWN a", "unload a", needs)
-    server.pending.pop()()
+    server.pending.pop().complete()
     server.pending = None
     server.after(0.4, "READY a, READY e", "load a, load e")
     server.withdraw("a")
@@ -353,8 +349,8 @@ def test_a_server_that_does_not_answer_during_a_reload(during: str) -> None:
     server.step()
     for operation in ("unload", "load", "again", "ensemble"):
         server.answers = operation != during
-        for run in server.pending:
-            run()
+        for call in server.pending:
+            call.complete()
         server.pending.clear()
         server.step(20)
         server.answers = True
@@ -424,13 +420,22 @@ def test_a_user_s_load_that_dies() -> None:
 
 
 def test_reloads_of_changed_files() -> None:
-    """A model that is being loaded is not loaded once more; one that was given up is."""
+    """A model that is being loaded is not loaded once more; one that was given up is.
+
+    One with a name that cannot be loaded again serves on.
+    """
     server = _serving("a")
-    server.pending = []
+    server.refusals["a"] = _UNSUITABLE
     assert server.supervisor.reload("a")
+    assert server.events[-1].text == str(_UNSUITABLE)
+    server.after(1, "FAILED a")
+    server.refusals.clear()
+    server.pending = []
+    assert server.supervisor.reload("a", "on request")
     assert not server.supervisor.reload("a")
+    assert str(server.events[-1]) == "CHANGED a: on request"
     server.after(0.1, "CHANGED a")
-    server.pending.pop()()
+    server.pending.pop().complete()
     server.after(0.1, "READY a", "load a")
     server.pending = None
     server.refusals["b"] = ToolError("no")
@@ -444,26 +449,6 @@ def test_reloads_of_changed_files() -> None:
     server.die("a")
     server.step()
     assert not server.supervisor.reload("a")
-
-
-def test_a_model_with_a_name_that_cannot_be_loaded_again_serves_on() -> None:
-    server = _serving("a")
-    server.refusals["a"] = _UNSUITABLE
-    assert server.supervisor.reload("a")
-    assert server.events[-1].text == str(_UNSUITABLE)
-    server.after(1, "FAILED a")
-    assert server.supervisor.snapshot.models == {"a": ""}
-
-
-def test_models_of_the_repository_that_are_not_to_serve() -> None:
-    server = FakeServer("a", "b")
-    server.supervisor.load(["a"])
-    server.step()
-    assert server.supervisor.snapshot.others == ["b"]
-    assert server.supervisor.reload("b", "on request")
-    assert str(server.events[-1]) == "CHANGED b: on request"
-    server.step()
-    assert server.supervisor.snapshot.others == []
 
 
 def test_warnings_are_those_of_the_last_load() -> None:
@@ -496,7 +481,7 @@ def test_a_load_whose_instances_wait(idle_since: float | None, state: str, kille
     if killed:
         server.idle_since = None
         server.refusals["a"] = _DEAD
-        load()
+        load.complete()
         server.refusals.clear()
         server.pids.clear()
         server.step(3)
@@ -510,6 +495,6 @@ def test_a_load_that_never_ends() -> None:
     server.pids.clear()
     server.after(130, not_ready={"a": "is being loaded"})
     server.refusals["a"] = _TIMED_OUT
-    load()
+    load.complete()
     server.after(0.1, "GIVEN UP a", "load a", {"a": f"stays down: its load {_TIMEOUT}"})
     assert server.supervisor.initial_loads_done
