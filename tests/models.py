@@ -166,12 +166,6 @@ def optionals(
     return scaled if bias is None else scaled + bias
 
 
-def in_rows(blobs: list[bytes], words: list[list[str]]) -> dict[str, Any]:
-    """Bytes that are no text in rows of two, and strings in rows as they were sent."""
-    pairs = [[blobs[i + 1], blobs[i]] for i in range(0, len(blobs), 2)]
-    return {"y": pairs, "joined": [" ".join(row) for row in words]}
-
-
 def scalars(x: Tensor, power: int, factor: float, negative: bool, unit: str = "one") -> Tensor:
     assert [type(value) for value in (power, factor, negative, unit)] == [int, float, bool, str]
     result = x**power * factor * {"one": 1, "ten": 10}[unit]
@@ -217,13 +211,6 @@ def signals(x: Tensor, START: Tensor, END: Tensor, READY: Tensor, CORRID: Any) -
     return {"start": START, "end": END, "ready": READY, "corrid": CORRID}
 
 
-def cache(x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
-    """A state that grows by a value in each step, in place where it can."""
-    past += 1  # who else holds it would see it
-    past = torch.cat([past, x], dim=1)
-    return past.sum(dim=1, keepdim=True), past
-
-
 class Chronicle(nn.Module):
     def forward(
         self, x: Tensor, words: list[str], pages: list[str], story: list[str], total: Tensor
@@ -264,17 +251,6 @@ class Centered(nn.Module):
         parts = x.split(lengths)
         means = torch.stack([part.mean() for part in parts])
         return x - torch.repeat_interleave(means, sizes.long()), means.unsqueeze(1)
-
-
-class Bags(nn.Module):
-    """Sums of embeddings, as recommenders take them: ids in one dimension, and offsets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.EmbeddingBag(10, 3, mode="sum", include_last_offset=True)
-
-    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        return self.table(ids, offsets)
 
 
 class RowSums(nn.Module):

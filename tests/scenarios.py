@@ -335,9 +335,6 @@ _SCALARS: Arrays = {
     "factor": np.array([[0.5], [0.5]], dtype=np.float32),
     "negative": np.array([[True], [True]]),
 }
-_BLOBS = strings([b"\xff\x00", b"a"], [b"", b"\xfe"])
-
-
 _OPTIONAL = ("scale", "bias", "ARGS[2][0]", "ARGS[2][1]")
 
 CALLS = (
@@ -379,20 +376,6 @@ CALLS = (
             Call(
                 _SCALARS | {"power": np.array([[1], [2]], dtype=np.int64)},
                 Refused(400, ("input 'power' holds 2 values", "an int")),
-            ),
-        ),
-    ),
-    Scenario(
-        "bytes_in_rows",
-        python(models.in_rows),
-        config(
-            {"blobs": ["STRING", 2], "words": ["STRING", 2]},
-            {"y": ["STRING", 2], "joined": ["STRING", 1]},
-        ),
-        (
-            Call(
-                {"blobs": _BLOBS, "words": strings(["a", "b"], ["c", "d"])},
-                {"y": _BLOBS[:, ::-1], "joined": strings([b"a b"], [b"c d"])},
             ),
         ),
     ),
@@ -531,8 +514,8 @@ POISON = (
 )
 
 
-def _batch_input(kind: str, name: str, source: str = "x") -> str:
-    fields = f'kind: BATCH_{kind} target_name: "{name}" source_input: "{source}"'
+def _batch_input(kind: str, name: str) -> str:
+    fields = f'kind: BATCH_{kind} target_name: "{name}" source_input: "x"'
     return f"batch_input [{{ {fields} data_type: TYPE_INT32 }}]\n"
 
 
@@ -548,14 +531,6 @@ _CENTERED = (
     + "batch_output [{ kind: BATCH_SCATTER_WITH_INPUT_SHAPE"
     + ' target_name: "y" source_input: "x" }]\n'
 )
-
-
-_BAGS = models.Bags().state_dict()
-
-
-def _bag(*ids: int) -> Call:
-    summed = _BAGS["table.weight"].numpy()[[*ids]].sum(0, keepdims=True)
-    return Call({"ids": np.array([ids])}, {"y": summed})
 
 
 def _row_sums(rows: int, length: int) -> Call:
@@ -582,15 +557,6 @@ RAGGED = (
         config({"x": [-1, -1, _RAGGED]}, {"y": [-1, -1], "mean": [1, 1]}, max_batch_size=0)
         + _CENTERED,
         (_centered(2, 3), _centered(4, 1)),
-    ),
-    Scenario(
-        "embedding_bags",
-        both(python(models.Bags), safe(_BAGS)),
-        config({"ids": ["INT64", -1, _RAGGED]}, {"y": [3]}, more=TOGETHER)
-        + _batch_input("ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", "offsets", "ids")
-        + option(_COMPILE, '{"backend": "eager", "fullgraph": true}'),
-        (_bag(1, 2, 3), _bag(9), _bag(4, 4)),
-        batches=((_bag(1, 2, 3), _bag(9), _bag(4, 4)), (_bag(0), _bag(5, 6, 7, 8))),
     ),
     Scenario(
         "batch_input_of_rows",
@@ -668,14 +634,6 @@ def _signaled(starts: bool, ends: bool) -> Call:
 
 
 _MINUS = Refused(500, ("ValueError: no -1",))
-# Each value gains 1 in every later step.
-_GROWS = steps(
-    5,
-    *(
-        ({"x": np.array([[value]], np.float32)}, {"RESULT[0]": np.array([[total]], np.float32)})
-        for value, total in ((1, 2), (2, 6), (3, 12), (4, 20))
-    ),
-)
 
 
 def _chronicle(name: str, *words: str) -> list[Call]:
@@ -741,18 +699,6 @@ SEQUENCES = (
             more=_CHRONICLE,
         ),
         interleaved(_chronicle("a", "in ", "the ", "beginning"), _chronicle("b", "1", "2", "3")),
-    ),
-    Scenario(
-        "state_grows",
-        python(models.cache),
-        config(
-            {"x": [1]},
-            {"RESULT[0]": [1]},
-            more=sequencing(
-                state(("past", "RESULT[1]"), "-1", initial="zero_data: true", initial_dims="1"),
-            ),
-        ),
-        tuple(_GROWS),
     ),
     Scenario(
         "signals_uint64_direct",

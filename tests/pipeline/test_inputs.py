@@ -59,14 +59,28 @@ def test_a_scalar_of_another_type_is_refused_at_load() -> None:
         inputs_of(of_number, inputs=(build.spec("x"), build.spec("n", "BYTES", (1,))))
 
 
-def test_bytes_keep_their_shape_in_nested_lists() -> None:
-    def forward(x: list[list[bytes]]) -> list[list[bytes]]:
-        return [row[::-1] for row in x]
+_BYTES = [[b"a", b"\xff"], [b"", b"b"]]
 
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "expected"),
+    [
+        (list[bytes], _BYTES, [b"a", b"\xff", b"", b"b"]),
+        (list[list[bytes]], _BYTES, _BYTES),
+        (list[list[str]], [[b"a", b"b"], [b"", b"c"]], [["a", "b"], ["", "c"]]),
+    ],
+)
+def test_strings_are_one_list_or_keep_their_shape_in_nested_ones(
+    kind: Any, sent: list[list[bytes]], expected: list[Any]
+) -> None:
+    def forward(x: Any) -> Any:
+        assert x == expected
+        return x
+
+    forward.__annotations__["x"] = kind
     x, y = build.spec("x", "BYTES", (2,)), build.spec("y", "BYTES", (2,))
-    sent: Item = {"x": texts([b"a", b"\xff"], [b"", b"b"])}
-    (outcome,) = engine(forward, inputs=(x,), outputs=(y,)).run([sent])
-    assert outcome["y"].tolist() == [[b"\xff", b"a"], [b"b", b""]]
+    (outcome,) = engine(forward, inputs=(x,), outputs=(y,)).run([{"x": texts(*sent)}])
+    assert outcome["y"].tolist() == texts(*expected).reshape(2, 2).tolist()
 
 
 FIXED = {"inputs": (build.spec("x"), build.spec("n"))}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import BatchInput
+from torch_py_backend.engine import warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import ForwardError, OutputError
 from torch_py_backend.pipeline import ragged as flattening
@@ -64,6 +65,16 @@ def test_batch_inputs_say_the_shapes_of_requests_or_of_their_rows(
         column = torch.as_tensor(flattening.batch_input(made)([torch.ones(one) for one in shapes]))
         assert column.dtype is numbers
         assert column.tolist() == expected
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_models_take_any_number_of_values() -> None:
+    parameters = {"backend": "eager", "fullgraph": True}
+    model = create_engine(lambda x, n: x * 2, torch_compile_optional_parameters=parameters)
+    warmup.run(model)
+    sent = [item(1, 1, 3), item(2, 2, 5)]
+    assert check(sent, model.run(sent), ForwardError) == []
+    assert model.counts.eager_calls == 0
 
 
 def test_ragged_strings_are_one_flat_list() -> None:

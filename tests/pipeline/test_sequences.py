@@ -47,6 +47,17 @@ def test_steps_share_a_call_and_slot_fillers_are_not_run() -> None:
     assert calls == [3, 2, 2]
 
 
+def test_states_may_grow() -> None:
+    def extend(x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        total = torch.cat([total, x[:, :1]], dim=1)
+        return {"y": total.sum(1, keepdim=True).expand(-1, 4), "sum": total}
+
+    served = Served(config(make_state(dims=(-1,))), extend)
+    assert served.send(step(1, 1, "s")) == [1]
+    assert served.send(step(1, 2), step(2, 10, "s")) == [3, 10]
+    assert served.send(step(1, 3), step(2, 20)) == [6, 30]
+
+
 @pytest.mark.parametrize("dtype", ["BOOL", "UINT16", "UINT32", "UINT64", "BF16", "FP64"])
 def test_states_of_any_type(dtype: str) -> None:
     def forward(x: Tensor, total: Tensor) -> dict[str, Tensor]:
