@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import build
@@ -12,12 +11,9 @@ from engines import texts
 from torch import Tensor
 
 from torch_py_backend import values
-from torch_py_backend.config.model_config import Origin
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.pipeline import batches
-from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.run import Counts
-from torch_py_backend.signature import introspection
 from torch_py_backend.values import ANY_ROWS, Rows, Value
 
 
@@ -45,14 +41,6 @@ def test_columns_are_fitted_to_the_rows_of_a_program(
     assert fill(call, columns, total)[0].tolist() == list(range(total))
     assert received == calls
     assert counts.rows == counts.filled_rows == sum(map(len, calls)) - total
-
-
-def test_rows_of_items_with_nothing_but_states_are_counted() -> None:
-    state = dataclasses.replace(build.spec("x", dims=(2,)), origin=Origin.STATE)
-    inputs = Inputs(build.config(inputs=(state,)), introspection.from_function(lambda x: x))
-    _, (group,) = inputs.stage(lambda _: lambda x: x)([{"x": torch.ones(1, 2)}] * 2)
-    (x,), sizes = group.gather(group.items)
-    assert (x.shape, sizes) == ((2, 2), [1, 1])
 
 
 @pytest.mark.parametrize(

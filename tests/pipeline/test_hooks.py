@@ -30,21 +30,15 @@ from torch_py_backend.values import RequestItem
 _X = build.spec("x", dims=(-1,))
 
 
-@dataclasses.dataclass
-class Record:
-    tensor: Tensor | None = None
-
-
 class Recorder:
     """A module that records the batches of its calls."""
 
-    def __init__(self, function: Callable[[Any], Any] = lambda x: x) -> None:
+    def __init__(self) -> None:
         self.calls: list[Any] = []
-        self._function = function
 
     def __call__(self, x: Any) -> Any:
         self.calls.append(x)
-        return self._function(x)
+        return x
 
 
 def item(*rows: Any, **parameters: Any) -> RequestItem:
@@ -112,16 +106,13 @@ def test_a_rows_value_has_the_annotated_type(
     assert [one["y"].reshape(-1).tolist() for one in model.run([plain, scaled])] == [[4], [1]]
 
 
-def test_a_hook_that_fills_the_same_dict_for_each_row() -> None:
+@pytest.mark.parametrize("collates", [False, True])
+def test_a_hook_that_fills_the_same_dict_for_each_row(collates: bool) -> None:
     own: dict[str, Tensor] = {}
 
     def fill(x: Tensor) -> dict[str, Tensor]:
         own["x"] = x * 2
         return own
-
-    both = {"preprocess": fill, "postprocess": lambda y: {**fill(y), "y": own.pop("x")}}
-    outcomes = engine(Recorder(), hooks=both).run([item([1.0], [2.0]), item([3.0])])
-    assert values(outcomes) == [[[4], [8]], [[12]]]
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         return {"x": torch.stack([row.pop("x") for row in rows])}
@@ -130,9 +121,10 @@ def test_a_hook_that_fills_the_same_dict_for_each_row() -> None:
         assert not (x == 8).any()
         return x
 
-    model = engine(Recorder(forward), hooks={"preprocess": fill, "collate": collate})
+    hooks = {"preprocess": fill, "postprocess": lambda y: {**fill(y), "y": own.pop("x")}}
+    model = engine(forward, hooks=hooks | ({"collate": collate} if collates else {}))
     good, bad = model.run([item([1.0], [2.0]), item([4.0])])
-    assert values([good]) == [[[2], [4]]]
+    assert values([good]) == [[[4], [8]]]
     assert isinstance(bad, ForwardError)
 
 
@@ -157,13 +149,13 @@ def test_collate_makes_one_batch_of_rows_of_any_type() -> None:
         return torch.tensor([[len(row)] for row in rows], dtype=torch.float32)
 
     hooks: dict[str, Any] = {"preprocess": lambda x: "a" * int(x.sum()), "collate": collate}
-    model = engine(Recorder(), hooks=hooks)
-    assert values(model.run([item([1.0, 1.0], [3.0, 0.0]), item([1.0])])) == [[[2], [3]], [[1]]]
+    model = engine(doubled, hooks=hooks)
+    assert values(model.run([item([1.0, 1.0], [3.0, 0.0]), item([1.0])])) == [[[4], [6]], [[2]]]
     assert received == [["aa", "aaa", "a"]]
-    module = Recorder(lambda images: torch.stack([image.sum(0, keepdim=True) for image in images]))
-    model = engine(module, hooks={"preprocess": lambda x: x, "collate": collate})
-    assert values(model.run([item([1.0, 2.0]), item([3.0])])) == [[[3]], [[3]]]
-    assert [len(call) for call in module.calls] == [2]
+    hooks["preprocess"] = lambda x: x
+    model = engine(lambda images: torch.stack([image[:1] for image in images]), hooks=hooks)
+    assert values(model.run([item([1.0, 2.0]), item([3.0])])) == [[[1]], [[3]]]
+    assert len(received[1]) == 2
 
 
 @pytest.mark.parametrize(
@@ -274,11 +266,9 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
     fake_gpu.install(monkeypatch)
     model = engine(fake_gpu.put, hooks={"preprocess": doubled}, force_cpu_only_input_tensors=False)
     x = torch.ones(1, 2)
-    (outcome,) = model.run([{"x": fake_gpu.put(x) if on_gpu else x}])
-    assert isinstance(outcome, dict)
-    assert isinstance(outcome["y"], Tensor)
-    assert outcome["y"].is_cuda == on_gpu
-    assert outcome["y"].tolist() == [[2, 2]]
+    outcomes: Any = model.run([{"x": fake_gpu.put(x) if on_gpu else x}])
+    assert outcomes[0]["y"].is_cuda == on_gpu
+    assert values(outcomes) == [[[2, 2]]]
 
 
 def _with_optional(x: Tensor, z: Tensor | None = None) -> Tensor:
@@ -298,24 +288,14 @@ def _out_of_memory(x: Tensor) -> Tensor:
         ("preprocess", _with_optional, {"x": torch.ones(0, 1)}, "has no rows"),
         ("preprocess", _with_optional, {"z": torch.ones(1, 1)}, "the request lacks inputs: "),
         ("preprocess", _out_of_memory, item([1.0, 2.0]), "memory"),
-        (
-            "preprocess",
-            lambda x: object() if x > 1 else x,
-            _TWO,
-            "returned an object, which cannot be batched",
-        ),
+        ("preprocess", lambda x: object() if x > 1 else x, _TWO, "an object, which cannot be"),
         ("preprocess", lambda x: torch.ones(int(x)), _TWO, "other names or shapes for other rows"),
         ("preprocess", lambda x: {"a": x} if x > 1 else {"x": x}, _TWO, "other names or shapes"),
         ("preprocess", lambda x: {"x" if x < 2 else "b": x}, item([2.0]), "has no b"),
         ("postprocess_batch", lambda y: y[:1], _TWO, "has 1 row for a batch of 2"),
         ("postprocess", lambda y: {"z": y} if y > 2 else y, item([2.0]), "returns, a dict"),
         ("postprocess", lambda y: y / (y - 4), item([2.0]), "holds NaN or infinity"),
-        (
-            "postprocess",
-            lambda y: torch.ones(int(y)),
-            _TWO,
-            "gives output 'y' other shapes for other rows of a request",
-        ),
+        ("postprocess", lambda y: torch.ones(int(y)), _TWO, "other shapes for other rows"),
     ],
 )
 def test_a_request_is_refused_and_the_next_one_is_served(
@@ -359,7 +339,7 @@ class _Pair(NamedTuple):
         (torch.zeros(3, 2), "a Tensor of length 3"),
         (["a"], "a list of length 1"),
         ({"a": (np.zeros(4),)}, "an ndarray of length 4"),
-        ({"a": Record()}, "a Record"),
+        ({"a": _X}, "a TensorSpec"),
     ],
 )
 def test_each_row_gets_its_part_of_a_result(result: Any, expected: Any) -> None:

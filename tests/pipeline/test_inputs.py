@@ -12,6 +12,7 @@ import pytest
 import torch
 from engines import engine, texts
 
+from torch_py_backend.config.model_config import Origin
 from torch_py_backend.errors import BindingError, InputError
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
@@ -89,6 +90,7 @@ VARIABLE = {"inputs": (build.spec("n"), build.spec("x", dims=(-1,)))}
 OPTIONAL = {"inputs": (build.spec("x"), dataclasses.replace(build.spec("n"), optional=True))}
 TEXTS = {"inputs": (build.spec("x", "BYTES", (1,)),), "forward": of_texts}
 NUMBER = {"inputs": (build.spec("x"), build.spec("n", dims=(1,))), "forward": of_number}
+STATES = {"inputs": (dataclasses.replace(build.spec("x"), origin=Origin.STATE),)}
 PADDED = {
     "inputs": tuple(
         dataclasses.replace(build.spec(name, "INT64", (-1,)), ragged=True) for name in ("x", "n")
@@ -130,6 +132,9 @@ def ids(x: tuple[int, int], n: tuple[int, int]) -> Item:
         pytest.param(NUMBER, number(2.0), number(2.0), True, id="one number"),
         pytest.param(NUMBER, number(2.0), number(3.0), False, id="two numbers"),
         pytest.param(NUMBER, number(float("nan")), number(float("nan")), True, id="NaN"),
+        pytest.param(
+            STATES, {"x": torch.ones(1, 4)}, {"x": torch.ones(2, 4)}, True, id="nothing but states"
+        ),
         pytest.param(PADDED, ids((1, 8), (1, 8)), ids((4, 1), (4, 1)), True, id="padded"),
         pytest.param(PADDED, ids((1, 40), (1, 40)), ids((8, 1), (8, 1)), False, id="too long"),
         pytest.param(PADDED, ids((1, 3), (1, 3)), ids((1, 2), (1, 3)), False, id="another mask"),
@@ -142,3 +147,6 @@ def test_valid_items_that_are_alike_share_a_call(
     entries, groups = inputs.stage(lambda _: identity)([first, second])
     refused = [entry for entry in entries if isinstance(entry, InputError)]
     assert shares == (len(groups) == 1 and not refused)
+    if shares:
+        _, sizes = groups[0].gather(groups[0].items)
+        assert sizes == [len(first["x"]), len(second["x"])]
