@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hooked
 import kinds
 import ml_dtypes
 import pytest
@@ -39,16 +38,15 @@ _GRPC = {
     503: "UNAVAILABLE",
 }
 # Of each kind of model, request and refusal one: what a server and its clients add to the fake.
-# Programs are in the pages that tests/deploy follows, and strings in faults/test_requests.py;
-# TorchScript and models without batches are in test_repositories.py.
+# Programs are in the pages that tests/deploy follows; strings in faults/test_requests.py;
+# TorchScript and models without batches in repositories.py; hooks in composed.py; and other
+# sequences in test_streaming.py.
 _ON_SERVER = (
     "outputs", "prints_beyond_ascii", "every_type", "optional_inputs", "compiled", "padded",
-    "poison", "outputs_in_memory_used_again", "batch_output", "state_oldest",
-    "states_of_strings_and_files", "signals_uint64_direct", "hooks_counts", "complete_aoti",
-    "complete_crashes",
+    "poison", "outputs_in_memory_used_again", "batch_output", "states_of_strings_and_files",
+    "signals_uint64_direct", "complete_aoti", "complete_crashes",
 )  # fmt: skip
-_ALL = (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE)
-_BY_NAME = {scenario.name: scenario for scenario in _ALL}
+_BY_NAME = {scenario.name: scenario for scenario in (*scenarios.TABLE, *kinds.TABLE)}
 TABLE = tuple(_BY_NAME[name] for name in _ON_SERVER)
 
 
@@ -64,32 +62,12 @@ class Serving:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def until_logged(self, part: str) -> None:
-        """Wait for a part of the log: Triton writes it after a request has its answer."""
-        until(lambda: part in self.log)
-
-    def check(self, protocol: str, name: str, call: Call) -> None:
-        """One request over `http` or `grpc` has the answer, or the refusal, that the table has."""
-        module = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
-        send = getattr(self, protocol).infer
-        inputs = infer_inputs(module, call.inputs)
-        if isinstance(call.expected, Refused):
-            with pytest.raises(InferenceServerException) as refusal:
-                send(name, inputs, **_options(call))
-            _check_refusal(refusal.value, call.expected, protocol)
-            return
-        outputs = [module.InferRequestedOutput(output) for output in call.expected]
-        check_result(send(name, inputs, outputs=outputs, **_options(call)), call.expected)
-
-    def check_together(self, name: str, batch: Sequence[Call]) -> None:
-        check_together(self.grpc, name, batch)
-
 
 def until(happened: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -151,10 +129,26 @@ def _options(call: Call) -> dict[str, Any]:
     return options
 
 
-def _check_refusal(error: InferenceServerException, expected: Refused, protocol: str) -> None:
+def _check_refusal(
+    error: InferenceServerException, expected: Refused, *, is_http: bool = False
+) -> None:
     expected.check(error.message())
-    status = str(expected.status) if protocol == "http" else _GRPC[expected.status]
+    status = str(expected.status) if is_http else _GRPC[expected.status]
     assert status in error.status()
+
+
+def check(client: Any, name: str, call: Call) -> None:
+    """One request over HTTP or gRPC has the answer, or the refusal, that the table has."""
+    is_http = isinstance(client, tritonclient.http.InferenceServerClient)
+    module = tritonclient.http if is_http else tritonclient.grpc
+    inputs = infer_inputs(module, call.inputs)
+    if isinstance(call.expected, Refused):
+        with pytest.raises(InferenceServerException) as refusal:
+            client.infer(name, inputs, **_options(call))
+        _check_refusal(refusal.value, call.expected, is_http=is_http)
+        return
+    outputs = [module.InferRequestedOutput(output) for output in call.expected]
+    check_result(client.infer(name, inputs, outputs=outputs, **_options(call)), call.expected)
 
 
 def check_together(
@@ -175,7 +169,7 @@ def check_together(
         result, error = answer.get(timeout=120)
         if isinstance(call.expected, Refused):
             assert error is not None
-            _check_refusal(error, call.expected, "grpc")
+            _check_refusal(error, call.expected)
         else:
             assert error is None, error
             check_result(result, call.expected)

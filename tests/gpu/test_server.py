@@ -37,7 +37,7 @@ try:
     import grpc_streams
     import streamed
     import tritonclient.grpc
-    from serving import Serving, asked
+    from serving import Serving, asked, check, check_together
 except (ToolError, ModuleNotFoundError) as error:
     pytest.skip(f"{error} (make gpu-site)", allow_module_level=True)
 
@@ -82,7 +82,7 @@ def test_the_table_of_scenarios(scenario: Scenario, serving: Serving) -> None:
     state = serving.states[scenario.name]
     assert state.ready, state.reason
     for call in scenario.calls:
-        serving.check("grpc", scenario.name, call)
+        check(serving.grpc, scenario.name, call)
 
 
 @pytest.mark.parametrize("one", _STREAMED, ids=lambda one: one.scenario.name)
@@ -94,7 +94,7 @@ def test_the_table_of_streams(one: streamed.Streamed, serving: Serving) -> None:
 
 
 def test_instances_with_one_copy_of_the_weights_answer_at_the_same_time(serving: Serving) -> None:
-    serving.check_together("shared", [Call({"x": _X}, {"y": _Y})] * 32)
+    check_together(serving.grpc, "shared", [Call({"x": _X}, {"y": _Y})] * 32)
     if not _ON_CPU:
         assert serving.log.count("owns the weights") == 1
 

@@ -1,33 +1,87 @@
-"""Scenarios on a real tritonserver, over HTTP and gRPC in turn, and what /metrics tells of it."""
+"""Models on a real tritonserver, over HTTP and gRPC in turn, and what /metrics tells of them."""
 
 from __future__ import annotations
 
+import json
 import re
+import threading
 import urllib.request
 from collections.abc import Iterator
-from typing import NamedTuple
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple, TypeAlias
 
+import composed
 import monitoring
 import numpy as np
 import pytest
+import refused_configs
+import repositories
 import serving as live
+import traced
 import tritonclient.grpc
+import tritonclient.http
 from scenarios import Scenario
 from serving import Serving
 from tritonclient.utils import InferenceServerException
 
 # Labels of what scrapes, not of what is scraped.
 _OF_TARGETS = {"job", "instance", "namespace", "pod"}
-_ROWS = [(one, ("http", "grpc")[place % 2]) for place, one in enumerate(live.TABLE)]
+_TABLE = (*live.TABLE, *repositories.TABLE, *composed.TABLE)
+_ROWS = [(one, ("http", "grpc")[place % 2]) for place, one in enumerate(_TABLE)]
+_CLIENT = ("12" * 16, "34" * 8)
+# The names of Triton's spans by the ends of the IDs of their trace and of themselves.
+Names: TypeAlias = dict[tuple[int, ...], str]
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def names() -> Names:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def collector(names: Names) -> Iterator[str]:
+    """The address of a server that takes spans: OTLP in JSON."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            scopes = [scope for one in body["resourceSpans"] for scope in one["scopeSpans"]]
+            for span in (span for scope in scopes for span in scope["spans"]):
+                names[tuple(traced.ends(span["traceId"], span["spanId"]))] = span["name"]
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterator[Serving]:
+    """A server that traces every request with OpenTelemetry.
+
+    It has our backend under both names; LibTorch's is not there.
+    """
     folder = tmp_path_factory.mktemp("serving")
-    for scenario in live.TABLE:
+    for scenario in (*_TABLE, traced.TABLE["plain"]):
         scenario.lay_out(folder / "repository")
-    with live.asked(folder) as running:
-        yield running
+    for name, (text, _) in refused_configs.TABLE.items():
+        refused_configs.write(folder / "repository", name, text)
+    tracing = [
+        "--trace-config=mode=opentelemetry",
+        "--trace-config=rate=1",
+        "--trace-config=level=TIMESTAMPS",
+        f"--trace-config=opentelemetry,url={collector}",
+        "--trace-config=opentelemetry,bsp_schedule_delay=100",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        # Some configs leave the device to Triton; a GPU would round differently.
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        with live.asked(folder, *tracing) as running:
+            yield running
 
 
 @pytest.mark.parametrize(
@@ -40,11 +94,32 @@ def test_scenario(scenario: Scenario, protocol: str, serving: Serving) -> None:
     _, *says = scenario.load_error or ("",)  # the name is not repeated in the reason
     assert all(part in state.reason for part in says), state.reason
     for call in scenario.calls:
-        serving.check(protocol, scenario.name, call)
+        live.check(getattr(serving, protocol), scenario.name, call)
     for batch in scenario.batches:
-        serving.check_together(scenario.name, batch)
-    for part in scenario.logs:
-        serving.until_logged(part)
+        live.check_together(serving.grpc, scenario.name, batch)
+    # Written after the answers.
+    live.until(lambda: all(part in serving.log for part in scenario.logs))
+
+
+@pytest.mark.parametrize("name", ["resnet50", "python_runtime"])
+def test_a_config_without_our_name_reaches_this_backend(name: str, serving: Serving) -> None:
+    assert serving.http.get_model_config(name)["backend"] == "pytorch"
+
+
+def test_configs_that_check_refuses_are_refused(serving: Serving) -> None:
+    """tests/cli/test_check.py compares what `check` says of them, and of a valid one."""
+    ready = {name for name, state in serving.states.items() if state.ready}
+    assert not ready & refused_configs.TABLE.keys()
+
+
+def test_the_trace_of_the_client_is_that_of_the_models_code(serving: Serving, names: Names) -> None:
+    """It comes as W3C's header; the model runs in Triton's span of its request."""
+    inputs = live.infer_inputs(tritonclient.http, {"x": np.ones((1, 1), dtype=np.float32)})
+    headers = {"traceparent": f"00-{'-'.join(_CLIENT)}-01"}
+    ids = serving.http.infer("plain", inputs, headers=headers).as_numpy("y").ravel().tolist()
+    assert ids[:1] == traced.ends(_CLIENT[0])
+    live.until(lambda: tuple(ids) in names)
+    assert names[tuple(ids)] == "plain"
 
 
 class Sample(NamedTuple):

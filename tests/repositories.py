@@ -1,4 +1,4 @@
-"""Repositories as users have them, on a real server.
+"""Repositories as users have them, which a real server takes.
 
 Those written for Triton's C++ LibTorch backend and its Python runtime are served unchanged:
 `install --name pytorch` puts our backend where Triton looks for LibTorch's. The first config is in
@@ -11,22 +11,16 @@ here: Triton gives such a model to its Python backend, and none of ours is asked
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import models
 import packed
-import pytest
-import refused_configs
 import scenarios
 import torch
 from scenarios import Call, Scenario, floats, tensor
-from serving import Serving, asked
 from torch import Tensor, nn
 
 from torch_py_backend.config import execution_env
-
-pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 _TUTORIAL = """
 name: "resnet50"
@@ -62,7 +56,7 @@ _LIBTORCH_PARAMETERS = {
 _PYTHON_PARAMETERS = {
     "NUM_THREADS": "1",
     "NUM_INTEROP_THREADS": "1",
-    "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{\\"disable\\": true}',
+    "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"disable": true}',
 }
 
 
@@ -100,14 +94,17 @@ def _traced(folder: Path) -> None:
     torch.jit.trace(_NETWORK, torch.zeros(1, 3, 32, 32)).save(folder / "model.pt")
 
 
+def _environment(folder: Path) -> None:
+    environment = packed.make(folder.parent / "env")
+    (environment / packed.SITE / "greeting.py").write_text("VALUE = 42.0\n")
+
+
 def _parameters(values: dict[str, str]) -> str:
-    return "".join(
-        f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
-        for key, value in values.items()
-    )
+    return "".join(scenarios.option(key, value) for key, value in values.items())
 
 
 TABLE = (
+    # The first two do not name this backend.
     Scenario(  # reshape gives a model without batches its batch dimension
         "resnet50",
         _traced,
@@ -127,50 +124,10 @@ TABLE = (
         + _parameters(_PYTHON_PARAMETERS),
         (Call({"x": _X}, {"y": scenarios.eager(_AFFINE, x=_X)}),),
     ),
+    Scenario(
+        "greets",
+        scenarios.both(scenarios.text(_GREETS), _environment),
+        scenarios.x_to_y(4, **{execution_env.KEY: "$$TRITON_MODEL_DIRECTORY/env"}),
+        (Call({"x": _X}, {"y": _X + 42}),),
+    ),
 )
-_GREETING = Scenario(
-    "greets",
-    scenarios.text(_GREETS),
-    scenarios.x_to_y(4, **{execution_env.KEY: "$$TRITON_MODEL_DIRECTORY/env"}),
-)
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server with our backend under both names; LibTorch's is not there."""
-    folder = tmp_path_factory.mktemp("repositories")
-    for scenario in (*TABLE, _GREETING):
-        scenario.lay_out(folder / "repository")
-    environment = packed.make(folder / "repository" / "greets" / "env")
-    (environment / packed.SITE / "greeting.py").write_text("VALUE = 42.0\n")
-    for name, (text, _) in refused_configs.TABLE.items():
-        refused_configs.write(folder / "repository", name, text)
-    with pytest.MonkeyPatch.context() as patch:
-        # These configs leave the device to Triton; a GPU would round differently.
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        with asked(folder) as running:
-            yield running
-
-
-@pytest.mark.parametrize("scenario", TABLE, ids=lambda one: one.name)
-def test_a_repository_s_own_way_is_served_as_it_is(scenario: Scenario, serving: Serving) -> None:
-    """A config without our name reaches this backend, which answers as the network itself."""
-    state = serving.states[scenario.name]
-    assert state.ready, state.reason
-    assert serving.http.get_model_config(scenario.name)["backend"] == "pytorch"
-    for call in scenario.calls:
-        serving.check("http", scenario.name, call)
-    for part in scenario.logs:
-        serving.until_logged(part)
-
-
-def test_a_model_imports_what_only_its_environment_has(serving: Serving) -> None:
-    state = serving.states["greets"]
-    assert state.ready, state.reason
-    serving.check("grpc", "greets", Call({"x": _X}, {"y": _X + 42}))
-
-
-def test_configs_that_check_refuses_are_refused(serving: Serving) -> None:
-    """tests/cli/test_check.py compares what `check` says of them, and of a valid one."""
-    ready = {name for name, state in serving.states.items() if state.ready}
-    assert not ready & refused_configs.TABLE.keys()
