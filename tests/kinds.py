@@ -1,4 +1,4 @@
-"""Trees of inputs and results, strings, and completed configs for each kind of artifact."""
+"""Trees of inputs and results, strings, hooks, and completed configs for each kind of artifact."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _NESTED_OUT = {"RESULT[parts][1][0]": _Z, "total": _TOTAL, "RESULT[parts][0]": _
 
 def _said(*texts: str) -> Call:
     """The results are taken in their order."""
-    louder = scenarios.strings(*([f"{text}!".encode()] for text in texts))
+    louder = _strings(*(f"{text}!" for text in texts))
     lengths = np.array([[len(text)] for text in texts])
     sent = scenarios.strings(*([text] for text in texts))
     return Call({"texts": sent}, {"OUTPUT__0": lengths, "OUTPUT__1": louder})
@@ -95,7 +95,102 @@ _IMAGES = floats(8, 1, 8, 8)
 _SCORES = torch.jit.load(_DIGITS / "digits_torchscript/1/model.pt")(torch.from_numpy(_IMAGES))
 
 
+# A text's letters are counted; the likeliest letter is the answer.
+_COUNTS = """\
+import torch
+from torch import Tensor, nn
+
+
+class Counts(nn.Module):
+    def forward(self, letters: Tensor) -> Tensor:
+        return letters * 2.0
+
+
+class Hooks:
+    def preprocess(self, text: str) -> Tensor:
+        counts = torch.zeros(26)
+        for letter in text:
+            if not "a" <= letter <= "z":
+                raise ValueError(f"{letter!r} is no letter")
+            counts[ord(letter) - 97] += 1
+        if text == "crash":
+            raise KeyError("/srv/secret/key")
+        return counts
+
+    def postprocess(self, result: Tensor, parameters) -> dict:
+        if result.sum() == 0:
+            raise ValueError("at 10.1.2.3: nothing to read")
+        letter = chr(97 + int(result.argmax()))
+        if parameters.get("loud"):
+            letter = letter.upper()
+        return {
+            "letter": letter * int(parameters.get("times", 1)),
+            "share": float(result.max() / result.sum()) * float(parameters.get("scale", 1.0)),
+        }
+"""
+# Around an artifact that is no Python.
+_HALVES = """\
+from torch import Tensor
+
+
+class Hooks:
+    def preprocess(self, x: Tensor) -> Tensor:
+        return x / 2
+
+    def postprocess(self, result: Tensor) -> Tensor:
+        return result + 1
+"""
+
+
+def _strings(*texts: str) -> np.ndarray[Any, Any]:
+    return scenarios.strings(*([text.encode()] for text in texts))
+
+
+def _counted(texts: list[str], answer: dict[str, float] | Refused, **parameters: Any) -> Call:
+    """The letter of each text and its share; or one refusal."""
+    expected: Any = answer
+    if isinstance(answer, dict):
+        shares = np.array([[share] for share in answer.values()], dtype=np.float32)
+        expected = {"letter": _strings(*answer), "share": shares}
+    return Call({"text": _strings(*texts)}, expected, parameters)
+
+
+_LETTERS = (
+    _counted(["banana"], {"a": 1 / 2}),
+    _counted(["ab", "a b"], Refused(400, ("preprocess() refuses the input", "' ' is no letter"))),
+    _counted(["xx", "xyy"], {"x": 1, "y": 2 / 3}),
+    _counted([""], Refused(500, ("postprocess() raised ValueError: at (address): nothing",))),
+    _counted(["aab"], {"AAA": 1 / 3}, loud=True, times=3, scale="0.5"),
+    _counted(["crash"], Refused(500, ("preprocess() raised KeyError: 'key'",))),
+)
+_ROWS = floats(2, 4)
+
+
 TABLE = (
+    Scenario(
+        "hooks_counts",
+        scenarios.hooked(_COUNTS),
+        config(
+            {"text": ["STRING", 1]},
+            {"share": [1], "letter": ["STRING", 1]},
+            more="dynamic_batching { max_queue_delay_microseconds: 20000 }\n",
+        ),
+        (
+            *_LETTERS,
+            Call(
+                {"text": scenarios.strings([b"\xff\xfe"])},
+                Refused(400, ("input 'text' is not UTF-8",)),
+            ),
+        ),
+        logs=("postprocess() raised ValueError", "KeyError"),
+        batches=(_LETTERS,),
+    ),
+    Scenario(
+        "hooks_beside_torchscript",
+        scenarios.both(scenarios.script(models.Negate()), scenarios.text(_HALVES, "hooks.py")),
+        config({"x": [4]}, {"y": [4]}),
+        (Call({"x": _ROWS}, {"y": 1 - _ROWS / 2}),),
+    ),
     _nested(
         "torchscript_nested",
         scenarios.script(NestedScript()),

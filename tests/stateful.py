@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import build
@@ -39,8 +39,8 @@ def make_state(
     return State(*names, dtypes.from_triton(dtype), dims, begins, file)
 
 
-def config(*states: State, controls: Sequence[TensorSpec] = (), **overrides: Any) -> ModelConfig:
-    sequencing = SequenceConfig(IDLE_S, tuple(controls), states, True, 8)
+def config(*states: State, most: int = 8, **overrides: Any) -> ModelConfig:
+    sequencing = SequenceConfig(IDLE_S, (), states, True, most)
     plain = build.config(sequencing=sequencing, **overrides)
     inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in states)
     names = {spec.name for spec in plain.outputs}

@@ -10,7 +10,6 @@ from typing import Any
 
 import command_line
 import fake_triton
-import hooked
 import instances
 import kinds
 import pytest
@@ -22,7 +21,7 @@ from scenarios import Call, Refused, Scenario, assert_close
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.processes import child_process
 
-_TABLE = scenarios.TABLE + kinds.TABLE + hooked.TABLE + registered.TABLE
+_TABLE = scenarios.TABLE + kinds.TABLE + registered.TABLE
 # On a server only: another model with the same settings of the compiler is compiled here, and
 # tests/processes/test_child_process.py ends a process that completes a config.
 _ON_SERVER = ("compiled", "complete_crashes")
