@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 _HEADER = """\
-import dataclasses
-from typing import Any, Dict, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn

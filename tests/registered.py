@@ -12,7 +12,7 @@ import models
 import scenarios
 import torch
 from scenarios import Call, Scenario, config, floats
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 # The package NAME: an operator `double`, and a class `Pair` of two tensors.
@@ -49,12 +49,9 @@ _Save = Callable[[Any, Path], None]
 
 
 def _trace(package: Any, path: Path) -> None:
-    class Doubles(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = getattr(torch.ops, package.__name__).double(x) + 1
-            return result
-
-    torch.jit.trace(Doubles(), torch.rand(2, 4)).save(path.with_suffix(".pt"))
+    double = getattr(torch.ops, package.__name__).double
+    traced = torch.jit.trace(lambda x: double(x) + 1, torch.rand(2, 4))
+    torch.jit.save(traced, str(path.with_suffix(".pt")))
 
 
 def _export(package: Any, path: Path) -> None:
