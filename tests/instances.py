@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,15 @@ class Served:
         if responses is None:
             return list(map(ended, requests))
         return [[response] for response in responses]
+
+
+def copied(folder: Path, model: Path) -> Served:
+    """An instance of a copy of a model folder."""
+
+    def copy(version: Path) -> None:
+        shutil.copytree(model / "1", version, dirs_exist_ok=True)
+
+    return Served(folder, Scenario(model.name, copy, (model / "config.pbtxt").read_text()))
 
 
 def load(folder: Path, scenario: Scenario) -> TritonPythonModel:
