@@ -34,7 +34,7 @@ def engine(
 
 def batches(config: ModelConfig) -> list[Item]:
     model = engine(config, lambda x: x)
-    return list(warmup.batches(model))
+    return [item for item, _ in warmup.batches(model)]
 
 
 def test_a_request_has_notes_on_large_values() -> None:
@@ -105,7 +105,7 @@ def test_a_compiled_model_is_called_with_rows_that_may_need_a_graph(
         max_batch_size=rows, batch_buckets=buckets, torch_compile_optional_parameters=parameters
     )
     model = engine(config, forward)
-    assert [len(item["x"]) for item in warmup.batches(model)] == called
+    assert [len(item["x"]) for item, _ in warmup.batches(model)] == called
     with runtime.mode(config.options):
         warmup.run(model)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -202,6 +202,16 @@ def test_failures_that_fail_the_load_when_serving(options: dict[str, Any], tmp_p
     model = engine(build.config(tmp_path, **options), mock.Mock(side_effect=ValueError("x")))
     with pytest.raises(LoadError, match=r"the warm-up with x \[8, 4\] failed"):
         warmup.run(model, serving=True)
+
+
+@pytest.mark.parametrize(("size", "other"), [(96, 48), (5, 2), (3, 2), (2, 1)])
+def test_a_model_may_not_take_other_sizes_than_its_example_s(
+    size: int, other: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _write_example(tmp_path, x=torch.zeros(1, size))
+    config = build.config(tmp_path, max_batch_size=1, inputs=(build.spec("x", dims=(-1,)),))
+    warmup.run(engine(config, lambda x: x.reshape(1, size)[:, :1].expand(1, 4)))
+    assert f"the warm-up with x [1, {other}] failed: " in caplog.text
 
 
 def test_nothing_is_compiled_after_failed_samples(caplog: pytest.LogCaptureFixture) -> None:

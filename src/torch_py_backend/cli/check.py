@@ -103,6 +103,9 @@ def print_report(outcome: str, title: str, report: Document) -> None:
     """Print an outcome, and the report of a model."""
     typer.echo(f"{typer.style(f'{outcome:7}', fg=_COLORS[outcome])} {title}")
     for key, value in report.items():
-        for line in value if isinstance(value, list) else [value]:
-            if key not in _JSON_ONLY and line not in ("", {}):
+        lines = value if isinstance(value, list) else [value]
+        if isinstance(value, dict):
+            lines = [f"{name} {setting}" for name, setting in value.items()]
+        for line in lines:
+            if key not in _JSON_ONLY and line != "":
                 typer.echo(f"        {key:15}{line}")

@@ -190,7 +190,7 @@ def write(engine: Engine, path: Path) -> None:
     samples = []
     # Not with one row first: torch.export takes a size of 1 for a constant.
     for rows in dict.fromkeys((2, 3, most, 1)) if most else (0,):
-        for sample in warmup.batches(engine, [rows]):
+        for sample, _ in warmup.batches(engine, [rows]):
             try:
                 expected = warmup.outputs(engine, copy.deepcopy(sample))
             except BackendError as error:

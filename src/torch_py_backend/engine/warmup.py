@@ -50,18 +50,20 @@ def run(
 ) -> list[str]:
     """Call the engine with a sample of every kind of batch; return what `ModelState` returns.
 
-    `serving`: the model is served next; then a made-up sample that fails is a warning. `row_counts`
-    are the only ones that are going to be called; empty: any. LoadError if a call fails.
+    `serving`: the model is served next; then a made-up sample that fails is a warning, as are other
+    sizes of an example always. `row_counts` are the only ones that are going to be called; empty:
+    any. LoadError if a call fails.
     """
     config = engine.config
     call = streams.trial(engine) if config.decoupled else engine.run
     log.info("the warm-up begins%s.", "; compilation may take minutes" if engine.compiles else "")
     # Of shared weights, the warm-up must show that the model does not write to them.
-    made_up = not engine.example and config.options.warmup is None and not sharing.requested(config)
+    lenient = config.options.warmup is None and not sharing.requested(config)
+    lenient = lenient and (serving or bool(engine.example))
     first: LoadError | None = None
     state = model_state.ModelState(engine.loaded.owner)
     with engine.preparing():
-        for sample in batches(engine, row_counts):
+        for sample, made_up in batches(engine, row_counts):
             error = _run_sample(engine, call, sample)
             if error is None:
                 continue
@@ -70,7 +72,7 @@ def run(
                 break
             failure = error if isinstance(error, LoadError) else _failure(sample, error)
             failure.traceback = error.traceback
-            if not (serving and made_up and isinstance(error, _OF_VALUES)):
+            if not (lenient and made_up and isinstance(error, _OF_VALUES)):
                 if error.reported:
                     log.error("%s\n%s", error, error.traceback)
                 raise failure
@@ -129,8 +131,8 @@ def _failure(sample: Item, error: BackendError) -> LoadError:
 def batches(
     engine: Engine,
     row_counts: Sequence[int | None] = (),
-) -> Iterator[Item]:
-    """Yield an item for each kind of batch whose first call may be slow; see `run`."""
+) -> Iterator[tuple[Item, bool]]:
+    """Yield an item for each kind of batch whose first call may be slow, and if it is made up."""
     config = engine.config
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
     varies = not (engine.example and engine.hooks) and any(
@@ -142,12 +144,12 @@ def batches(
                 config, rows, shrunk=bool(shrunk), without=without, example=engine.example
             )
             if item or rows is None:  # an item without inputs has no row count
-                yield item
+                yield item, bool(shrunk) or not engine.example
 
 
 def sample(engine: Engine, rows: int) -> Item:
     """Return a batch of this many rows: of the model's example, else made up."""
-    return next(batches(engine, [rows]), {})
+    return next(batches(engine, [rows]), ({}, True))[0]
 
 
 def request(engine: Engine) -> list[JsonObject]:

@@ -66,7 +66,7 @@ def inspect(
     return {
         **load.report(engine),
         "signature": str(engine.loaded.signature),
-        "hooks": str(engine.hooks or ""),
+        "hooks": ", ".join(hook.name for hook in engine.hooks or () if hook is not None),
         "inputs": [f"{spec} → {places[spec.name]}" for spec in inputs],
         "outputs": [str(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
