@@ -1,4 +1,4 @@
-"""Trees of inputs and results, strings, hooks, and completed configs for each kind of artifact."""
+"""Trees of inputs and results, hooks, and completed configs for each kind of artifact."""
 
 from __future__ import annotations
 
@@ -31,12 +31,6 @@ class NestedScript(nn.Module):
         return total * scale, (x, [extra[0]])
 
 
-class Texts(nn.Module):
-    def forward(self, texts: list[str]) -> tuple[Tensor, list[str]]:
-        lengths = [len(text) for text in texts]
-        return torch.tensor(lengths), [text + "!" for text in texts]
-
-
 _X, _Z, _A, _B, _SCALE = (floats(3, 2, seed=seed) for seed in range(5))
 _TOTAL = (_X + 10 * _Z + 100 * _A + 1000 * _B) * _SCALE
 
@@ -65,32 +59,13 @@ _NESTED_INPUTS = "ARGS[1][a][1] ARGS[1][z] ARGS[0] ARGS[1][a][0] KWARGS[scale]"
 _NESTED_OUT = {"RESULT[parts][1][0]": _Z, "total": _TOTAL, "RESULT[parts][0]": _X}
 
 
-def _said(*texts: str) -> Call:
-    """The results are taken in their order."""
-    louder = _strings(*(f"{text}!" for text in texts))
-    lengths = np.array([[len(text)] for text in texts])
-    sent = scenarios.strings(*([text] for text in texts))
-    return Call({"texts": sent}, {"OUTPUT__0": lengths, "OUTPUT__1": louder})
-
-
-_NOT_TEXT = Call(
-    {"texts": scenarios.strings([b"\xff"])}, Refused(400, ("input 'texts' is not UTF-8",))
-)
 _EXAMPLE_FUNCTION = """
 
 
 def example_inputs():
     return {"x": torch.rand(2, 4)}
 """
-_EXAMPLE_TEXTS = """
-
-
-def example_inputs():
-    return {"texts": ["one", "two"]}
-"""
 _DIGITS = Path(__file__).parents[1] / "examples" / "model_repository"
-
-
 _IMAGES = floats(8, 1, 8, 8)
 _SCORES = torch.jit.load(_DIGITS / "digits_torchscript/1/model.pt")(torch.from_numpy(_IMAGES))
 
@@ -199,12 +174,6 @@ TABLE = (
     ),
     _nested("module_nested", scenarios.python(Nested), _NESTED_INPUTS, _NESTED_OUT),
     _nested("export_nested", _save_program, _NESTED_INPUTS, _NESTED_OUT),
-    Scenario(
-        "complete_strings",
-        scenarios.text(models.source(Texts) + _EXAMPLE_TEXTS),
-        BARE,
-        (_said("a", "bcd", "ef"), _NOT_TEXT, _said("z")),
-    ),
     Scenario(  # AOTInductor's, which takes any number of rows
         "complete_aoti",
         scenarios.both(

@@ -126,6 +126,7 @@ def _function(body: str, examples: str) -> str:
 _FOUR = "torch.rand(2, 4)"
 _TWO = f"{_FOUR}, 't': torch.rand(4, 2)"
 _GRAD = "torch.rand(2, 4, requires_grad=True)"
+_STRING = "OUTPUT__0 STRING [], OUTPUT__1 []"
 _TEXTS = "np.array([['a', 'b'], ['c', 'd']])"
 
 
@@ -138,7 +139,7 @@ _TEXTS = "np.array([['a', 'b'], ['c', 'd']])"
         ("{'a': x, 'i': x.argmax(1)}", _GRAD, {}, "x [4] → a [4], i INT64 [] (8)"),
         ("float(x.sum())", "torch.rand(2)", {}, "x [2] → OUTPUT__0 [1] (0)"),
         ("x @ t", _TWO, {}, "x [2, 4], t [4, 2] → OUTPUT__0 [2, 2] (0)"),
-        ("torch.ones(len(texts) // 2)", _TEXTS, {}, "x STRING [2] → OUTPUT__0 [] (8)"),
+        ("texts[::2], torch.ones(len(texts) // 2)", _TEXTS, {}, f"x STRING [2] → {_STRING} (8)"),
         # What config.pbtxt lists is kept.
         ("x[1:]", _FOUR, {"output": _listed("z", 3)}, "x [2, 4] → z [3] (0)"),
         ("x[1:]", _FOUR, {"max_batch_size": 16}, "x [4] → OUTPUT__0 [4] (16)"),

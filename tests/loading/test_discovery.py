@@ -129,23 +129,18 @@ def test_model_py_without_a_module_is_not_the_model(text: str, model: str, tmp_p
     assert selected.path == version / "model.py"
 
 
-@pytest.mark.parametrize(
-    ("artifact", "expected"),
-    [
-        (Artifact(ArtifactType.MODULE, Path("model.py")), ["model.py"]),
-        (Artifact(ArtifactType.MODULE, Path("model.py"), Path(_INDEX)), [_INDEX, "a", "b"]),
-        (Artifact(ArtifactType.MODULE, Path("model.py"), Path("broken.json")), ["broken.json"]),
-        (Artifact(ArtifactType.FACTORY, Path()), ["a", "b", "broken.json", "model.py", _INDEX]),
-    ],
-)
-def test_files_of_the_weights_are_the_file_and_its_existing_shards(
-    artifact: Artifact, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("model.py", "broken.json", "a", "b"):
-        Path(name).write_text("x")
-    Path(_INDEX).write_text('{"weight_map": {"x": "a", "y": "b", "z": "missing"}}')
-    assert [path.name for path in artifact.weight_files()] == expected
+def test_files_of_the_weights_are_the_file_and_its_existing_shards(tmp_path: Path) -> None:
+    index = '{"weight_map": {"x": "a", "y": "b", "z": "missing"}}'
+    files: _Files = {"model.py": "x", "broken.json": "x", "a": "x", "b": "x", _INDEX: index}
+    version = store(tmp_path, files)
+    for kind, path, weights, expected in (
+        (ArtifactType.MODULE, "model.py", None, ["model.py"]),
+        (ArtifactType.MODULE, "model.py", _INDEX, [_INDEX, "a", "b"]),
+        (ArtifactType.MODULE, "model.py", "broken.json", ["broken.json"]),
+        (ArtifactType.FACTORY, "", None, ["a", "b", "broken.json", "model.py", _INDEX]),
+    ):
+        artifact = Artifact(kind, version / path, version / weights if weights else None)
+        assert [file.name for file in artifact.weight_files()] == expected
 
 
 @pytest.mark.parametrize(

@@ -21,27 +21,14 @@ pytestmark = pytest.mark.usefixtures("imports")
 CPU = torch.device("cpu")
 META = torch.device("meta")
 STATE = {
-    "linear.weight": torch.arange(6.0).reshape(3, 2),
+    "linear.weight": torch.arange(12.0).reshape(3, 4),
     "linear.bias": torch.tensor([10.0, 20.0, 30.0]),
     "offset": torch.full((3,), 100.0),
 }
-SUMS = [15.0, 60.0, 300.0]
-X = torch.tensor([[1.0, 2.0]])
-Y = torch.tensor([[112.0, 128.0, 144.0]])
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 3)
-        self.dropout = nn.Dropout(0.99)
-        self.register_buffer("offset", torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.linear(x)) + self.offset  # type: ignore[no-any-return]
-
-
-NET = models.source(Net)
+SUMS = [60.0, 66.0, 300.0]
+X = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+Y = torch.tensor([[130.0, 180.0, 230.0]])
+SOURCE = models.source(models.Affine)
 
 
 def load(folder: Path, device: torch.device | None = CPU, **options: Any) -> Loaded:
@@ -49,7 +36,7 @@ def load(folder: Path, device: torch.device | None = CPU, **options: Any) -> Loa
     return registry.load(discovery.find(config), config, device)
 
 
-def store(folder: Path, source: str = NET) -> None:
+def store(folder: Path, source: str = SOURCE) -> None:
     build.write(folder, "model.py", source)
 
 
@@ -59,7 +46,7 @@ def store_module(folder: Path) -> None:
 
 
 def store_script(folder: Path) -> None:
-    module = Net()
+    module = models.Affine()
     module.load_state_dict(STATE)
     torch.jit.save(torch.jit.script(module), build.write(folder, "model.pt", ""))
 
@@ -73,7 +60,9 @@ def store_program(folder: Path) -> None:
 def test_model_has_its_weights_in_eval_mode_without_gradients(store: Any, tmp_path: Path) -> None:
     store(tmp_path)
     loaded = load(tmp_path)
-    assert torch.equal(loaded.module(X), Y)  # without eval(), dropout would clear nearly all
+    assert torch.equal(loaded.module(X), Y)
+    assert loaded.owner is not None
+    assert not loaded.owner.training
     assert loaded.signature.named == ["x"]
     assert sorted(tensor.sum().item() for tensor in loaded.weights) == SUMS
     assert loaded.rows == ANY_ROWS
@@ -89,8 +78,9 @@ def test_model_is_moved_to_its_device(device: Any, expected: str, tmp_path: Path
 
 
 def test_module_stays_where_its_factory_has_put_it(tmp_path: Path) -> None:
-    factories = "def on_meta():\n    return Net().to('meta')\n"
-    store(tmp_path, f"{NET}\n{factories}def scripted():\n    return torch.jit.script(Net())\n")
+    on_meta = "def on_meta():\n    return Affine().to('meta')\n"
+    scripted = "def scripted():\n    return torch.jit.script(Affine())\n"
+    store(tmp_path, f"{SOURCE}\n{on_meta}{scripted}")
     loaded = load(tmp_path, device=None, model_factory="on_meta", weights="none")
     assert {tensor.device.type for tensor in loaded.weights} == {"meta"}
     script = load(tmp_path, model_factory="scripted", weights="none")
@@ -121,39 +111,28 @@ def test_decoupled_model_has_steps_unless_method_is_set(tmp_path: Path) -> None:
     assert loaded.signature.name == "forward"
 
 
-class Convolved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        convolved: Tensor = self.convolution(x)
-        return convolved
-
+class Convolution(nn.Conv2d):
     @torch.jit.export
     def raw(self, x: Tensor) -> Tensor:
         return self.forward(x)
 
 
-def made(kind: ArtifactType, owner: nn.Module | None, served: Any = None) -> Loaded:
-    called: Any = served or owner
-    return Loaded(build.artifact(kind), called, Signature(()), owner)
+def optimized(owner: Any, **options: Any) -> Any:
+    loaded = Loaded(build.artifact(), owner.raw, Signature(()), owner)
+    return registry.optimize(build.config(**options), loaded)
 
 
-@pytest.mark.parametrize("kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT])
-def test_channels_last_changes_the_layout_of_weights(kind: ArtifactType) -> None:
-    owner: Any = Convolved() if kind is ArtifactType.MODULE else torch.jit.script(Convolved())
-    config = build.config(optimize=("channels_last",))
-    assert registry.optimize(config, made(kind, owner, owner.raw)) == owner.raw
-    assert owner.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize("make", [nn.Module.eval, torch.jit.script], ids=["module", "script"])
+def test_channels_last_changes_the_layout_of_weights(make: Any) -> None:
+    owner = make(Convolution(3, 4, 3))
+    assert optimized(owner, optimize=("channels_last",)) == owner.raw
+    assert owner.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_method_of_torchscript_is_frozen() -> None:
-    script: Any = torch.jit.script(Convolved().eval())
-    config = build.config(optimize=("freeze",), method="raw")
+    script: Any = torch.jit.script(Convolution(3, 4, 3).eval())
     with torch.inference_mode():
-        model = made(ArtifactType.TORCHSCRIPT, script, script.raw)
-        frozen: Any = registry.optimize(config, model)
+        frozen = optimized(script, optimize=("freeze",), method="raw")
         x = torch.rand(2, 3, 8, 8)
         torch.testing.assert_close(frozen(x), script.raw(x), rtol=1e-4, atol=1e-5)
     assert "GetAttr" not in str(frozen.graph)
