@@ -290,8 +290,6 @@ _SHORTAGES = (
             # Its first use, which has no memory for its workspace.
             "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`",
             "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasSgemm`",
-            "Triton Error [CUDA]: out of memory",
-            "cuFFT error: CUFFT_ALLOC_FAILED",
             "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
         ),
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import models
 import numpy as np
@@ -127,28 +126,23 @@ def test_in_any_order_each_sequence_has_its_own_sum(
             served.now += event
             continue
         for item, outcome in zip(event, served.send(*event), strict=True):
-            _compare(totals, item, outcome)
-            used[item.step.id] = served.now
+            value, (name, starts, ends, _) = float(np.asarray(item["x"])[0, 0]), item.step
+            used[name] = served.now
+            if starts:
+                totals[name] = 0
+            if name not in totals:
+                assert isinstance(outcome, InputError)
+                assert f"sequence {name} has no state here" in str(outcome)
+            elif value == -1:
+                assert isinstance(outcome, ForwardError)
+            elif np.isnan(value):
+                assert isinstance(outcome, OutputError)
+            else:
+                totals[name] += value
+                assert outcome == totals[name]
+            if ends:
+                totals.pop(name, None)
         totals = {
             name: total for name, total in totals.items() if served.now - used[name] <= _KEPT_S
         }
         assert served.states._live.keys() == totals.keys()
-
-
-def _compare(totals: dict[int | str, float], item: RequestItem, outcome: Any) -> None:
-    """Compare the outcome of a step with one that is computed with a dict."""
-    value, step = float(np.asarray(item["x"])[0, 0]), item.step
-    if step.starts:
-        totals[step.id] = 0
-    if step.id not in totals:
-        assert isinstance(outcome, InputError)
-        assert f"sequence {step.id} has no state here" in str(outcome)
-    elif value == -1:
-        assert isinstance(outcome, ForwardError)
-    elif np.isnan(value):
-        assert isinstance(outcome, OutputError)
-    else:
-        totals[step.id] += value
-        assert outcome == totals[step.id]
-    if step.ends:
-        totals.pop(step.id, None)

@@ -117,24 +117,12 @@ def test_arguments_that_are_bound_already_are_no_inputs() -> None:
         assert (argument.type, argument.nullable) == (ArgumentType.INT, True)
 
 
-class Scripted(nn.Module):
-    def forward(
-        self,
-        x: Tensor,
-        d: dict[str, Tensor],
-        t: tuple[Tensor, Tensor],
-        maybe: Tensor | None,
-        n: int = 2,
-        words: list[str] | None = None,
-        *,
-        rows: list[list[str]],
-    ) -> Tensor:
-        return x
-
-
 def test_types_and_defaults_are_read_from_a_schema() -> None:
-    scripted: Any = torch.jit.script(Scripted())
-    signature = introspection.from_schema(scripted.forward.schema)
+    schema = torch._C.parse_schema(
+        "forward(Any self, Tensor x, Dict(str, Tensor) d, (Tensor, Tensor) t, Tensor? maybe,"
+        " int n=2, str[]? words=None, *, str[][] rows) -> Tensor"
+    )
+    signature = introspection.from_schema(schema)
     assert [
         (one.name, one.type.name, one.required, one.nullable) for one in signature.arguments
     ] == [
