@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
-import children
 import fake_triton
 import pytest
 import torch
@@ -30,13 +29,6 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[children.Start]:
-    """Starts processes that use the test's temporary folder, and ends them after it."""
-    with children.starting(tmp_path) as start:
-        yield start
 
 
 @pytest.fixture

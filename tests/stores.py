@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +21,24 @@ def files_in(folder: Path) -> dict[str, bytes]:
     }
 
 
-class S3:
-    """An empty server of S3 in a thread.
+def s3(folder: str, files: Mapping[str, bytes]) -> tuple[dict[str, str], Callable[[], None]]:
+    """Start a server of S3 in a thread, with files in a folder of a bucket.
 
-    Attributes:
-        variables: the environment in which s3:// is this server.
+    Return the environment in which s3:// is this server, and the function that stops it.
     """
-
-    def __init__(self) -> None:
-        self._server: ThreadedMotoServer | None = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-        self._server.start()
-        url = "http://{}:{}".format(*self._server.get_host_and_port())
-        self.variables = {
-            "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": url,
-        }
-        self._files: Any = fsspec.filesystem(
-            "s3", key=KEY, secret=SECRET, endpoint_url=url, skip_instance_cache=True
-        )
-        # All servers of a process have the same buckets.
-        request = urllib.request.Request(f"{url}/moto-api/reset", method="POST")
-        urllib.request.urlopen(request, timeout=30).close()
-
-    def put(self, folder: str, files: Mapping[str, bytes]) -> None:
-        """Write files; the bucket is created."""
-        self._files.mkdirs(folder.partition("/")[0], exist_ok=True)
-        for name, content in files.items():
-            self._files.pipe_file(f"{folder}/{name}", content)
-
-    def stop(self) -> None:
-        """Stop the server. May be called twice."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.stop()
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    store: Any = fsspec.filesystem(
+        "s3", key=KEY, secret=SECRET, endpoint_url=url, skip_instance_cache=True
+    )
+    store.mkdirs(folder.partition("/")[0])
+    for name, content in files.items():
+        store.pipe_file(f"{folder}/{name}", content)
+    variables = {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": url,
+    }
+    return variables, server.stop

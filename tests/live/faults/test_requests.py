@@ -83,12 +83,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
     for one in [*table, *map(named, _GOOD_MODELS)]:
         one.lay_out(folder / "models")
     within = ("unshare", "-m", "sh", "-c", f'{_SMALL} && exec "$@"', "sh") if _MAY_MOUNT else ()
-    store = stores.S3()
-    store.put("bucket/models", stores.files_in(folder / "models"))
+    variables, stop = stores.s3("bucket/models", stores.files_in(folder / "models"))
     url, cache = "s3://bucket/models", f"--cache={folder / 'cache'}"
-    with supervised.serve(url, cache, within=within, **store.variables) as running:
+    with supervised.serve(url, cache, within=within, **variables) as running:
         running.wait_loaded()
-        store.stop()
+        stop()
         assert stores.SECRET not in running.log
         yield running
 
