@@ -27,8 +27,8 @@ def left(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if not ended(process)]
 
 
-def all_end(processes: Iterable[psutil.Process], seconds: float = 120.0) -> bool:
-    deadline = time.monotonic() + seconds
+def all_end(processes: Iterable[psutil.Process]) -> bool:
+    deadline = time.monotonic() + 120
     while left(processes):
         if time.monotonic() > deadline:
             return False

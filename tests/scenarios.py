@@ -120,8 +120,8 @@ def config(
     return text + more
 
 
-def script(module: nn.Module, name: str = "model.pt") -> Writer:
-    return lambda folder: torch.jit.script(module.eval()).save(folder / name)
+def script(module: nn.Module) -> Writer:
+    return lambda folder: torch.jit.script(module.eval()).save(folder / "model.pt")
 
 
 def python(*definitions: Any, name: str = "model.py") -> Writer:
@@ -582,17 +582,11 @@ def state(
     dims: str = "4",
     kind: str = "FP32",
     initial: str = "",
-    initial_dims: str = "",
 ) -> str:
     """A state; `initial` is zero_data or data_file."""
-    begins = (
-        f'initial_state [{{ name: "begins" data_type: TYPE_{kind}'
-        f" dims: [{initial_dims or dims}] {initial} }}]"
-    )
-    return (
-        f'{{ input_name: "{names[0]}" output_name: "{names[1]}" data_type: TYPE_{kind}'
-        f" dims: [{dims}] {begins if initial else ''} }}"
-    )
+    fields = f"data_type: TYPE_{kind} dims: [{dims}]"
+    begins = f'initial_state [{{ name: "begins" {fields} {initial} }}]' if initial else ""
+    return f'{{ input_name: "{names[0]}" output_name: "{names[1]}" {fields} {begins} }}'
 
 
 def control(name: str, kind: str, value: str) -> str:
