@@ -33,7 +33,8 @@ _REFUSED = {
     "misspelt": 'backend: "torch_py_backend"\n' + scenarios.x_to_y().partition("\n")[2],
     "unreadable": 'backend: "pytorch_py"\ninput [{ name: }]\n',
 }
-_UNKNOWN = 'parameters { key: "NUM_THREAD" value { string_value: "1" } }\n'
+_UNKNOWN = scenarios.option("NUM_THREAD", "1")
+_WARNING = "the parameter NUM_THREAD is unknown and ignored. Did you mean NUM_THREADS?"
 _KEY = "a secret"
 # Not every machine has IPv6.
 _LOOPBACK = "::1" if Path("/proc/net/if_inet6").exists() else "127.0.0.1"
@@ -43,10 +44,10 @@ _LOOPBACK = "::1" if Path("/proc/net/if_inet6").exists() else "127.0.0.1"
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serve")
     function = named("function")
-    cached = f"{function.config}response_cache {{ enable: true }}\n{_UNKNOWN}"
-    for one in (function, named("syntax_error")):
-        one.lay_out(folder)
+    cached = function.config + "response_cache { enable: true }\n"
+    dataclasses.replace(function, config=function.config + _UNKNOWN).lay_out(folder)
     dataclasses.replace(function, name="cached", config=cached).lay_out(folder)
+    named("syntax_error").lay_out(folder)
     for name, text in _REFUSED.items():
         (folder / name).mkdir()
         (folder / name / "config.pbtxt").write_text(text)
@@ -79,7 +80,7 @@ def _logged_by_triton(served: Supervised) -> str:
 
 def test_one_line_a_model_and_answers_over_ipv6(served: Supervised, repository: Path) -> None:
     text = served.log
-    assert "READY   function\n" in text
+    assert f"\nREADY   function\nWARNING function: {_WARNING}\n" in text
     assert "Started GRPCInferenceService" not in text
     assert "FAILED  misspelt: unable to find backend library for backend 'torch_" in text
     config = repository / "unreadable" / "config.pbtxt"
@@ -106,23 +107,16 @@ def test_the_response_cache_of_triton_answers(served: Supervised) -> None:
     assert statistics["model_stats"][0]["inference_stats"]["cache_hit"]["count"] == "1"
 
 
-def test_warnings_of_a_load(served: Supervised, repository: Path) -> None:
-    """They are printed beside READY, and /ready/MODEL has them as long as they are true."""
-    warning = "the parameter NUM_THREAD is unknown and ignored. Did you mean NUM_THREADS?"
-    assert f"\nREADY   cached\nWARNING cached: {warning}\n" in served.log
-    assert served.ask("/ready/cached") == (200, {"ready": True, "warnings": [warning]})
-    served.skip_log()
-    path = repository / "cached" / "config.pbtxt"
-    path.write_text(path.read_text().replace(_UNKNOWN, ""))
-    supervised.until(lambda: "READY   cached: reloaded" in served.text, served)
-    supervised.until(lambda: served.ask("/ready/cached") == (200, {"ready": True}), served)
-    assert "\nWARNING" not in served.text
-
-
 def test_a_changed_model_replaces_the_one_that_serves_once_it_is_ready(
     served: Supervised, repository: Path
 ) -> None:
-    """A broken one does not; one that could not be loaded at the start is, when corrected."""
+    """A broken one does not; one that could not be loaded at the start is, when corrected.
+
+    /ready/MODEL has the warnings of a load as long as they are true.
+    """
+    assert served.ask("/ready/function") == (200, {"ready": True, "warnings": [_WARNING]})
+    config = repository / "function" / "config.pbtxt"
+    config.write_text(config.read_text().replace(_UNKNOWN, ""))
     source = repository / "function" / "1" / "model.py"
     text = source.read_text()
     assert "x * 2" in text
@@ -139,6 +133,8 @@ def test_a_changed_model_replaces_the_one_that_serves_once_it_is_ready(
             return re.search(rf"CHANGED function[\s\S]*{event}.*", served.text)
 
         line = supervised.until(answered, served)[0]
+        supervised.until(lambda: served.ask("/ready/function") == (200, {"ready": True}), served)
+        assert "\nWARNING" not in served.text
     assert "SyntaxError" in line
     assert values == sorted(values)
     assert {*values} == {2.0, 3.0}

@@ -19,7 +19,6 @@ import instances
 import living
 import models
 import numpy as np
-import psutil
 import pytest
 import scenarios
 import streamed
@@ -38,25 +37,14 @@ _HALVES = scenarios.Scenario(
     + scenarios.tensor("input", "factor", [4], "BF16")
     + scenarios.tensor("output", "y", [4], "BF16"),
 )
-_COUNTS = scenarios.Scenario(
-    "counts",
-    scenarios.text("def forward(x):\n    for number in range(3):\n        yield x + number\n"),
-    streamed.config({"x": "FP32"}, {"y": "FP32"}),
-)
-
-
-_AFFINE = scenarios.affine()
-_MODULE = scenarios.Scenario(
-    "module",
-    scenarios.both(scenarios.python(models.Affine), scenarios.safe(_AFFINE.state_dict())),
-    scenarios.x_to_y(3),
-)
+# Ticks as often as it is asked to.
+_TICKER = streamed.TABLE[0].scenario
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     repository = tmp_path_factory.mktemp("models")
-    for scenario in (_MODULE, _HALVES, _COUNTS):
+    for scenario in (instances.named("module_pt"), _HALVES, _TICKER):
         scenario.lay_out(repository)
     with torch_py_backend.serve(repository) as running:
         yield running
@@ -65,11 +53,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
 def test_what_is_served_answers_as_the_module(server: LocalServer) -> None:
     for rows in (1, 2, 5):
         x = torch.rand(rows, 4)
-        expected = scenarios.eager(_AFFINE, x=x.numpy())
         for inputs in (x, {"x": x}, x.numpy().astype(np.float64), x.tolist()):
-            outputs = server.infer("module", inputs)
+            outputs = server.infer("module_pt", inputs)
             assert outputs.keys() == {"y"}
-            scenarios.assert_close(outputs["y"], expected)
+            scenarios.assert_close(outputs["y"], 6 * x.numpy())
 
 
 def test_values_that_numpy_does_not_have(server: LocalServer) -> None:
@@ -80,11 +67,11 @@ def test_values_that_numpy_does_not_have(server: LocalServer) -> None:
 
 def test_stream(server: LocalServer) -> None:
     """Each response is a dict of arrays; a stream may be left."""
-    rows = [outputs["y"].tolist() for outputs in server.stream("counts", [1.0])]
-    assert rows == [[1.0], [2.0], [3.0]]
-    assert next(server.stream("counts", [4.0]))["y"].tolist() == [4.0]
+    rows = [outputs["y"].tolist() for outputs in server.stream("ticker", [3])]
+    assert rows == [[0.0], [1.0], [2.0]]
+    assert next(server.stream("ticker", [4]))["y"].tolist() == [0.0]
     with pytest.raises(InferenceServerException, match="unexpected shape"):
-        next(server.stream("counts", [[1.0]]))
+        next(server.stream("ticker", [[1]]))
 
 
 def test_client(server: LocalServer) -> None:
@@ -94,7 +81,7 @@ def test_client(server: LocalServer) -> None:
     assert f'<a href="{server.page_url}"' in server._repr_html_()
     with urllib.request.urlopen(server.page_url) as response:
         assert b"page.js" in response.read()
-    assert server.client.is_model_ready("module")
+    assert server.client.is_model_ready("module_pt")
     assert server.client.get_server_metadata().name == "triton"
     for address in (server.http_address, server.grpc_address, server.metrics_address):
         host, _, port = address.partition(":")
@@ -105,7 +92,7 @@ def test_values_that_do_not_fit_are_refused(server: LocalServer) -> None:
     with pytest.raises(InputError, match="expected a dict of values by the names x, factor"):
         server.infer("half", [[1.0]])
     with pytest.raises(InferenceServerException, match="unexpected shape for input 'x'"):
-        server.infer("module", [[1.0, 2.0]])
+        server.infer("module_pt", [[1.0, 2.0]])
 
 
 # A process that a shell started in the background ignores Ctrl-C, and so do its children.
@@ -119,14 +106,13 @@ with torch_py_backend.serve(sys.argv[1]):
 """
 
 
-# Signals, and for how many processes of the server they wait.
-_ENDS = [
-    pytest.param(signal.SIGINT, 2, id="SIGINT with an instance"),
-    pytest.param(signal.SIGKILL, 1, id="SIGKILL with a tritonserver"),
-]
-
-
-@pytest.mark.parametrize(("number", "processes"), _ENDS)
+@pytest.mark.parametrize(
+    ("number", "processes"),
+    [
+        pytest.param(signal.SIGINT, 2, id="SIGINT with an instance"),
+        pytest.param(signal.SIGKILL, 1, id="SIGKILL with a tritonserver"),
+    ],
+)
 def test_the_end_of_the_process_ends_the_server(
     number: signal.Signals, processes: int, tmp_path: Path
 ) -> None:
@@ -139,7 +125,9 @@ def test_the_end_of_the_process_ends_the_server(
         env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
     ) as process:  # fmt: skip
         try:
-            family = _until(process, processes)
+            while len(family := living.descendants(process.pid)) < processes:
+                assert process.poll() is None
+                time.sleep(0.05)
             process.send_signal(number)
             assert process.wait(120) == -number
             assert living.all_end(family)
@@ -147,14 +135,3 @@ def test_the_end_of_the_process_ends_the_server(
             living.kill(process)
     if number is signal.SIGINT:
         assert list((tmp_path / "temporary").iterdir()) == []
-
-
-def _until(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-    """Wait for this number of descendants, or the end; return the descendants."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        family = living.descendants(process.pid)
-        if len(family) >= count:
-            return family
-        time.sleep(0.02)
-    raise AssertionError(process.poll())

@@ -30,6 +30,7 @@ import serving
 import streamed
 import tritonclient.grpc
 from grpc_streams import Client, metric, responses
+from instances import named
 from streamed import Streamed
 from tritonclient.utils import InferenceServerException
 
@@ -54,9 +55,11 @@ _PATIENT = "max_sequence_idle_microseconds: 60000000"
 
 def _accumulates(name: str) -> scenarios.Scenario:
     strategy = f"{_STRATEGIES[name]} {_PATIENT}"
-    sequencing = scenarios.sequencing(scenarios.state(), strategy=strategy)
+    state = scenarios.state(initial="zero_data: true")
+    sequencing = scenarios.sequencing(state, strategy=strategy)
     group = f"instance_group [{{ kind: KIND_CPU count: {_INSTANCES[name]} }}]\n"
-    text = scenarios.config({"x": [4]}, {"y": [4]}, more=sequencing + group)
+    outputs: scenarios.Specs = {"y": [4], "sum": [4]}
+    text = scenarios.config({"x": [4]}, outputs, more=sequencing + group)
     return scenarios.Scenario(name, scenarios.python(models.Accumulate), text)
 
 
@@ -176,6 +179,12 @@ def test_many_sequences_at_once(model: str, server: Server) -> None:
         if number < _TURNS - 1:
             send(place, number + 1)
     client.close()
+
+
+def test_sequences_that_fail_never_end_and_begin_in_their_midst(server: Server) -> None:
+    with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
+        for call in named("state_oldest").calls:
+            serving.check(client, "oldest", call)
 
 
 @contextlib.contextmanager
