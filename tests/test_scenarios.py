@@ -22,9 +22,9 @@ from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.processes import child_process
 
 _TABLE = scenarios.TABLE + kinds.TABLE + registered.TABLE
-# On a server only: another model with the same settings of the compiler is compiled here, and
-# tests/processes/test_child_process.py ends a process that completes a config.
-_ON_SERVER = ("compiled", "complete_crashes")
+# On a server only: what takes inductor's time, or ends a process, is run here by the tests of
+# engine/test_compile_cache.py, of loading/test_aotinductor.py, and of processes/.
+_ON_SERVER = ("compiled", "complete_aoti", "complete_crashes")
 # `make aoti` adds this value of OPTIMIZE to each model. One that it does not suit is skipped, but
 # never the module of this row.
 _OPTIMIZE = os.environ.get("SCENARIO_OPTIMIZE", "")
