@@ -34,6 +34,8 @@ RESULTS = {
 
 NESTED = {"total": 1, "parts": (2, [3, 4]), "more": {"a": 5, 7: 6}}
 TEXTS = ["a", "b", "c"]
+ARRAY = np.array([["a", "b"]], dtype=np.object_)
+MAXIMA = torch.max(torch.tensor([[1.0, 3.0, 2.0]]), dim=1)
 
 
 def outputs(result: Any, names: Sequence[str]) -> list[Any]:
@@ -74,6 +76,8 @@ def test_numbers_keys_and_fields_select_parts_of_every_type(kind: str) -> None:
         (("a", "b"), ["y"], [("a", "b")]),
         ([["a"], ["b"]], ["y"], [[["a"], ["b"]]]),
         ("text", ["y"], ["text"]),
+        ((ARRAY, 1), ["OUTPUT__0"], [ARRAY]),
+        (MAXIMA, ["indices", "values"], [MAXIMA.indices, MAXIMA.values]),
         ((1, TEXTS), ["RESULT[1]", "RESULT[0]"], [TEXTS, 1]),
         ((["a", 1], 2), ["o__0", "o__1"], ["a", 1]),
         ((["a"], ["b"]), ["OUTPUT__0", "OUTPUT__1"], [["a"], ["b"]]),
@@ -81,13 +85,6 @@ def test_numbers_keys_and_fields_select_parts_of_every_type(kind: str) -> None:
 )
 def test_names_select_leaves_at_any_depth(result: Any, names: list[str], parts: list[Any]) -> None:
     assert outputs(result, names) == parts
-
-
-def test_results_of_torch_and_numpy() -> None:
-    result = torch.max(torch.tensor([[1.0, 3.0, 2.0]]), dim=1)
-    assert outputs(result, ["indices", "values"]) == [result.indices, result.values]
-    array = np.array([["a", "b"]], dtype=np.object_)
-    assert outputs((array, 1), ["OUTPUT__0"])[0] is array  # of strings: one leaf
 
 
 def test_only_names_that_are_no_fields_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
