@@ -144,7 +144,7 @@ class Steady:
 
     def _ask(self, module: Any, address: str, model: str) -> None:
         client = module.InferenceServerClient(address)
-        while not self._stop.wait(0.03):
+        while not self._stop.wait(0.1):
             try:
                 values = _infer(module, client, model, 3.0)
                 if values != [-3.0] * 4:
@@ -198,7 +198,7 @@ def until(what: Callable[[], Any], served: Supervised) -> Any:
     while time.monotonic() < deadline:
         if value := what():
             return value
-        time.sleep(0.05)
+        time.sleep(0.1)
     raise AssertionError(served.text[-20000:])
 
 
