@@ -67,9 +67,7 @@ def test_package_for_another_machine(
 
 
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda", 0)])
-def test_package_for_this_machine(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_built_here(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     here = {key: value for key, (_, value) in aotinductor.this_machine(device).items()}
     assert here["AOTI_DEVICE_KEY"] == device.type
@@ -78,9 +76,7 @@ def test_package_for_this_machine(
 
 
 @pytest.mark.usefixtures("process")
-def test_what_torch_unpacks_is_removed_with_the_model_and_after_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_torch_unpacks_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served, temporary = tmp_path / "server", tmp_path / "temporary"
     (served / "status").mkdir(parents=True)
     temporary.mkdir()

@@ -185,7 +185,7 @@ _FAST = f"fast{EXTENSION_SUFFIXES[0]}"
             "both.py both/__init__.py absent.txt",
             f"a.py net.py b.py both/__init__.py broken.py null.py {_FAST}",
         ),
-        (
+        (  # packages are whole
             {
                 "net.py": "from blocks.conv import X",
                 "blocks/conv.py": "from . import norm\nfrom .. import outside\nimport sizes",

@@ -143,9 +143,7 @@ class Power(nn.Module):
         return torch.relu(x**n + y)
 
 
-def exported(
-    folder: Path, module: nn.Module, *args: Any, dims: Any = None, rows: int = 8
-) -> Loaded:
+def export(folder: Path, module: nn.Module, *args: Any, dims: Any = None, rows: int = 8) -> Loaded:
     path = build.write(folder, "model.pt2", "")
     torch.export.save(torch.export.export(module.eval(), args, dynamic_shapes=dims), path)
     return load(folder, max_batch_size=rows)
@@ -154,7 +152,7 @@ def exported(
 def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
     x, y = torch.full((2, 2), 2.0), torch.full((2, 2), 1.0)
     # The last one has the name of a node.
-    program = exported(tmp_path, Power(), torch.rand(2, 2), 3, torch.rand(2, 2), "relu")
+    program = export(tmp_path, Power(), torch.rand(2, 2), 3, torch.rand(2, 2), "relu")
     assert [*(program.signature.leaves or ())] == ["ARGS[0]", "ARGS[2]"]
     assert program.traced is not None
     assert list(program.traced[0]) == ["x", "y"]
@@ -183,4 +181,4 @@ _DIM = torch.export.Dim
 def test_row_limits_are_read_from_the_program(
     module: nn.Module, args: list[Tensor], dims: Any, batch: int, rows: Rows, tmp_path: Path
 ) -> None:
-    assert exported(tmp_path, module, *args, dims=dims, rows=batch).rows == rows
+    assert export(tmp_path, module, *args, dims=dims, rows=batch).rows == rows

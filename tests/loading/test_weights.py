@@ -391,9 +391,7 @@ def save_program(net: nn.Module, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("make", [scripted, save_program])
-def test_weights_of_an_archive_are_mapped_and_writes_stay_in_the_process(
-    make: Callable[[nn.Module, Path], Any], tmp_path: Path
-) -> None:
+def test_weights_of_an_archive_are_mapped_and_written_privately(make: Any, tmp_path: Path) -> None:
     net = tied()
     path, x = tmp_path / "model.pt", torch.rand(2, 6)
     model = make(net, path)

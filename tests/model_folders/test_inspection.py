@@ -56,14 +56,14 @@ def _parameters(**values: str) -> dict[str, Any]:
     return {key: {"string_value": value} for key, value in values.items()}
 
 
+_STATES = "written BYTES [1]; told BYTES [1]; new_pages BYTES [1] (state); new_story"
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("function", "x FP32 [4] → x; y FP32 [4]"),
-        (
-            "state_grows",
-            "past FP32 [-1] (state) → past; RESULT[0] FP32 [1]; RESULT[1] FP32 [-1] (state)",
-        ),
+        ("states_of_strings_and_files", f"total FP32 [4] (state) → total; y FP32 [4]; {_STATES}"),
         ("signals_uint64_direct", "; END FP32 [1] (control) → END; READY BOOL [1] (control) → "),
         ("batch_output", "; sizes INT32 (BATCH_ELEMENT_COUNT of x) → sizes; y FP32 [-1]; mean"),
     ],

@@ -107,9 +107,7 @@ def test_a_cache_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
         remote_repository.local(_URL, tmp_path / "open", print)
 
 
-def test_a_model_of_the_hugging_face_hub_becomes_a_model_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_of_the_hub_becomes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     huggingface_hub = pytest.importorskip("huggingface_hub")
 
     def download(name: str, *, revision: str, local_dir: Path) -> None:

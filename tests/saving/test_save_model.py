@@ -100,11 +100,9 @@ def test_config_describes_the_module(kind: Any, file: str, case: Any, tmp_path: 
     assert (module.training, part.training) == (part is not module, False)
 
 
-@pytest.mark.parametrize("width", [None, Dim("width")], ids=["rows", "rows and width"])
-def test_package_takes_a_row_unless_its_other_sizes_need_a_check(
-    width: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the check of the batch, those of other dimensions would be missing, too."""
+@pytest.mark.parametrize("width", [None, Dim("width")], ids=["rows", "width"])
+def test_package_takes_one_row(width: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its other sizes need a check, which without that of the batch would be missing."""
     compiles = mock.Mock(side_effect=RuntimeError("no compiler"))
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compiles)
     shapes = width and {"x": {0: Dim("batch"), 1: width}}
@@ -178,9 +176,7 @@ def test_image_hooks_prepare_files_as_the_processor_does(tmp_path: Path) -> None
     assert torch.equal(prepared["pixel_values"], expected[0])
 
 
-def test_class_of_the_users_own_model_py_or_hooks_py_does_not_import_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_py_does_not_import_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("model", "hooks"):
         (tmp_path / f"{name}.py").write_text(models.source(models.Affine))
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -212,9 +208,7 @@ class Limited(Letters):
 """
 
 
-def test_class_of_a_script_is_written_out_and_may_use_imported_names_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_class_of_a_script_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script: Any = ModuleType("__main__")
     script.__file__ = str(tmp_path / "script.py")
     (tmp_path / "script.py").write_text(_SCRIPT)
