@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torch_py_backend.config import pbtxt, removed_names
-from torch_py_backend.errors import SaveError, a_type, about, summarize
+from torch_py_backend.errors import BackendError, SaveError, a_type, about, summarize
 from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.module_files import Format
@@ -131,7 +131,8 @@ def save_model(
                     if kind == formats[-1]:
                         raise
                     text = "model '%s' is saved as a torch.export program: %s"
-                    log.warning(text, folder.name, summarize(error))
+                    reason = error if isinstance(error, BackendError) else summarize(error)
+                    log.warning(text, folder.name, reason)
                     shutil.rmtree(folder)
     return target
 
