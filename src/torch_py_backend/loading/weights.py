@@ -66,7 +66,7 @@ def load_into(
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
         raise ArtifactError(
             f"the weights in {artifact.weights.name} do not fit the module: {printable(reason)}",
-            cure="Set MODEL_KWARGS, `model_kwargs` of save_model, to the constructor's arguments; or"
+            cure="Set MODEL_KWARGS (model_kwargs of save_model) to the constructor's arguments; or"
             " save the state_dict() of the class itself, not of a DataParallel or compiled module.",
         ) from error
 
