@@ -1,8 +1,8 @@
 """A page of the documentation, followed as its reader would: files written, code and commands run.
 
 What is followed is a page with files or Python code. It runs in this process, which need not import
-torch again, but for its servers. Its clients ask the one that the page started with
-`torch-py-backend serve`.
+torch again, and so do the models that its code serves. Its clients ask the server that the page
+started with `torch-py-backend serve`, a real one.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ import itertools
 import re
 import shlex
 import subprocess
+import tempfile
 import urllib.request
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import command_line
 import documentation
+import instances
+import numpy as np
 import pytest
 import supervised
 import typer
 from documentation import PRINTS, Block
 from supervised import Supervised
+from tritonclient.grpc import InferInput
+from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
 from torch_py_backend import cli
+from torch_py_backend.local_server import LocalServer, Outputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Why a block that downloads a model is not run.
 DOWNLOADS = "downloads a model"
@@ -77,6 +87,47 @@ def follow(page: Path, folder: Path, downloads: Mapping[str, str] | None = None)
     """
     with contextlib.ExitStack() as running:
         _Reader(folder, downloads, running).follow(page)
+
+
+class ServedHere(LocalServer):
+    """What `torch_py_backend.serve` gives, but its models are in this process."""
+
+    def start(self) -> Self:
+        folders = sorted(Path(self.repository).iterdir())
+        copies = Path(tempfile.mkdtemp(dir=folders[0].parents[1]))
+        self._models = {one.name: instances.copied(copies, one) for one in folders}
+        self.__dict__["client"] = mock.Mock(get_model_metadata=self._metadata)
+        return self
+
+    __enter__ = start
+
+    def stop(self) -> None:
+        for one in reversed(self._models.values()):  # their inference modes nest
+            one.model.finalize()
+
+    def infer(self, model: str, inputs: Any, *, version: str = "") -> Outputs:
+        sent = {one.name(): _array(one) for one in self._inputs(model, inputs, version)}
+        served = self._models[model]
+        ((response,),) = served.send(served.request(sent))
+        assert response.error() is None, response.error().message()
+        return {one.name(): one.as_numpy() for one in response.output_tensors()}
+
+    def _metadata(self, model: str, version: str) -> Any:
+        document = self._models[model].document
+        rows = [-1] if document["max_batch_size"] else []
+        inputs = []
+        for one in document["input"]:
+            kind = one["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+            inputs.append(mock.Mock(datatype=kind, shape=rows + one["dims"]))
+            inputs[-1].name = one["name"]
+        return mock.Mock(inputs=inputs)
+
+
+def _array(sent: InferInput) -> Any:
+    content, kind = sent._get_content(), sent.datatype()
+    if kind == "BYTES":
+        return deserialize_bytes_tensor(content).reshape(sent.shape())
+    return np.frombuffer(content, triton_to_np_dtype(kind)).reshape(sent.shape())
 
 
 class _Reader:
