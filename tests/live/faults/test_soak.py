@@ -30,16 +30,14 @@ from scenarios import Scenario
 from supervised import Supervised
 from tritonclient.utils import InferenceServerException
 
-_SECONDS = float(os.environ.get("SOAK_SECONDS", "8"))
+_SECONDS = float(os.environ.get("SOAK_SECONDS", "5"))
 _CLIENTS = 6  # of each protocol
 _SAMPLE_S = 0.5
-# Between two cycles of unload and load.
-_PAUSE_S = 4.0
+# Before each unload and load, and before each kill.
+_PAUSE_S = 3.0
 _CANCELLED = 0.03
 # The slowest that may be under way at the end: a load.
 _GRACE_S = 240.0
-# Between a killed model's return and the next kill; the count of attempts starts anew meanwhile.
-_LIFE_S = 6.0
 # What a model may say while it is taken away.
 _CLEAR = (
     "is not ready",  # Triton: unloading, or not loaded yet
@@ -69,7 +67,7 @@ def _affine_of(name: str, instances: int) -> Scenario:
 
 
 _STEADY = "steady"
-_MODELS = (_affine_of(_STEADY, 2), _affine_of("reloaded", 1), _affine_of("killed", 2))
+_MODELS = (_affine_of(_STEADY, 2), _affine_of("reloaded", 1), _affine_of("killed", 1))
 
 
 @pytest.mark.slow
@@ -103,7 +101,7 @@ async def _soak(server: Supervised) -> tuple[Outcomes, list[Sample], int, int]:
 
     tasks: list[Coroutine[Any, Any, Any]] = [
         _every(_PAUSE_S, over, lambda: _reload(server, "reloaded")),
-        _every(_LIFE_S, over, lambda: _kill(server, "killed")),
+        _every(_PAUSE_S, over, lambda: _kill(server, "killed")),
         _every(_SAMPLE_S, over, look),
         *(_ask(number, server, outcomes, over) for number in range(2 * _CLIENTS)),
     ]
