@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import models
 import numpy as np
 import pytest
 import scenarios
@@ -34,7 +35,17 @@ from torch_py_backend.processes.instance_status import InstanceState
 
 pytestmark = pytest.mark.slow
 
-_GOOD_MODELS = ("function", "bytes_in_rows")
+_PAIRS: scenarios.Specs = {name: ["STRING", 2] for name in ("blobs", "words")}
+_SENT: scenarios.Arrays = {name: scenarios.strings([b"a", b"b"], [b"", b"c"]) for name in _PAIRS}
+_GOOD_MODELS = (
+    named("function"),
+    scenarios.Scenario(
+        "pairs",
+        scenarios.python(models.echo),
+        scenarios.config(_PAIRS, _PAIRS),
+        (scenarios.Call(_SENT, _SENT),),
+    ),
+)
 _PATH = "/v2/models/function/infer"
 _TIMEOUT_S = 60
 # Triton itself refuses a whole batch in which the lengths of one request's strings are wrong.
@@ -80,7 +91,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
     folder = tmp_path_factory.mktemp("requests")
     counts = scenarios.x_to_y(4, WARMUP="false")
     table = [scenarios.Scenario("counts", scenarios.python(Counts), counts)]
-    for one in [*table, *map(named, _GOOD_MODELS)]:
+    for one in [*table, *_GOOD_MODELS]:
         one.lay_out(folder / "models")
     within = ("unshare", "-m", "sh", "-c", f'{_SMALL} && exec "$@"', "sh") if _MAY_MOUNT else ()
     variables, stop = stores.s3("bucket/models", stores.files_in(folder / "models"))
@@ -135,10 +146,9 @@ def _message(**fields: Any) -> service_pb2.ModelInferRequest:
 
 def _strings(contents: bytes) -> service_pb2.ModelInferRequest:
     """Return a gRPC request with the same bytes for each of its inputs of two strings."""
-    names = ("blobs", "words")
     return _message(
-        model_name="bytes_in_rows",
-        inputs=[{"name": name, "datatype": "BYTES", "shape": [1, 2]} for name in names],
+        model_name="pairs",
+        inputs=[{"name": name, "datatype": "BYTES", "shape": [1, 2]} for name in _PAIRS],
         raw_input_contents=[contents] * 2,
     )
 
@@ -179,8 +189,8 @@ def _over_grpc(served: Supervised, request: service_pb2.ModelInferRequest) -> tu
 
 
 def _send_good_requests(client: tritonclient.grpc.InferenceServerClient) -> None:
-    for name in _GOOD_MODELS:
-        serving.check_together(client, name, [*named(name).calls] * 4)
+    for one in _GOOD_MODELS:
+        serving.check_together(client, one.name, [*one.calls] * 4)
 
 
 @pytest.mark.parametrize(
