@@ -32,6 +32,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
     return {"name": "x", "data_type": "TYPE_FP32", "dims": [4], **changes}
 
 
+_COUNT = {"kind": "BATCH_ELEMENT_COUNT", "data_type": "TYPE_INT32", "source_input": ["x"]}
 _SCALAR = dataclasses.replace(build.spec(dims=()), reshaped=True)
 
 
@@ -63,6 +64,12 @@ def state(**changes: Any) -> dict[str, Any]:
         # dims are those after Triton's reshape, which the model receives
         ({"output": [tensor(dims=[1], reshape={})]}, "outputs", (_SCALAR,)),
         ({"input": [tensor(reshape=None)]}, "inputs", (build.spec(),)),
+        # each target is a tensor
+        (
+            {"batch_input": [_COUNT | {"target_name": ["n", "m"]}]},
+            "batch_inputs",
+            [f"{name} INT32 (BATCH_ELEMENT_COUNT of x)" for name in "nm"],
+        ),
         # schedulers are Triton's
         (batching(), "sequencing", SequenceConfig(1.0, (), (), True, 8)),
         (batching(direct={}), "sequencing.direct", True),
@@ -77,8 +84,9 @@ def state(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_setting_or_its_default(document: dict[str, Any], path: str, expected: object) -> None:
-    """scenarios.py has rows of sequences, batch_input and batch_output."""
-    assert operator.attrgetter(path)(parsed(**document)) == expected
+    """scenarios.py has rows of controls, states and batch_output."""
+    found = operator.attrgetter(path)(parsed(**document))
+    assert (list(map(str, found)) if isinstance(expected, list) else found) == expected
 
 
 _OPTIONS: dict[str, dict[str, str]] = {
@@ -94,14 +102,13 @@ _OPTIONS: dict[str, dict[str, str]] = {
     "both types": {"OPTIMIZE": "bf16,fp16"},
     "class and factory": {"MODEL_CLASS": "Net", "MODEL_FACTORY": "make"},
 }
-_COUNT = {"kind": "BATCH_ELEMENT_COUNT", "data_type": "TYPE_INT32"}
 _DOCUMENTS: dict[str, dict[str, Any]] = {
     "unbatched": {"max_batch_size": 0},
     "stream": {"model_transaction_policy": {"decoupled": True}},
     "sequences": batching(),
     "state": state(),
     "state y": state(output_name="y", dims=[4]),
-    "batch_input": {"batch_input": [_COUNT | {"target_name": ["n"], "source_input": ["x"]}]},
+    "batch_input": {"batch_input": [_COUNT | {"target_name": ["n"]}]},
     "batch_output": {"batch_output": [{"target_name": ["y"], "source_input": ["x"]}]},
 }
 

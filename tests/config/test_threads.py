@@ -38,26 +38,22 @@ def test_affinity_and_quota_limit_the_cores(
 
 
 @pytest.mark.parametrize(
-    ("options", "instances", "variable", "expected"),
+    ("settings", "variable", "expected"),
     [
-        ({}, 3, "", Threads(2, 2)),
-        ({}, 20, "", Threads(1, 1)),
-        ({"num_interop_threads": 5}, 4, "", Threads(2, 5)),
-        ({"num_threads": 5}, 2, "3", Threads(5, 4)),
-        ({}, 2, "4,2", Threads(4, 4)),
-        ({}, 2, "3", Threads(3, 4)),
+        ({"instances": 3}, "", Threads(2, 2)),
+        ({"instances": 20}, "", Threads(1, 1)),
+        ({"instances": 4, "num_interop_threads": 5}, "", Threads(2, 5)),
+        ({"instances": 2, "num_threads": 5}, "3", Threads(5, 4)),
+        ({"instances": 2}, "4,2", Threads(4, 4)),
+        ({"instances": 2}, "3", Threads(3, 4)),
     ],
 )
 def test_instances_share_the_cores_unless_counts_are_set(
-    options: dict[str, Any],
-    instances: int,
-    variable: str,
-    expected: Threads,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], variable: str, expected: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "available_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    assert threads.budget(build.config(instances=instances, **options)) == expected
+    assert threads.budget(build.config(**settings)) == expected
 
 
 @pytest.mark.parametrize(
