@@ -36,17 +36,16 @@ import base64
 from torch import nn
 
 class Model(nn.Module):
-    def forward(self, {name}{type}):
+    def forward(self, {inputs}):
         {body}
 {more}
 """
 
 
 def _model(
-    name: str, body: str, inputs: str = "x", kind: str = "", more: str = "", config: str = ""
+    name: str, body: str, inputs: str = "x", config: str = x_to_y(WARMUP="false"), more: str = ""
 ) -> Scenario:
-    source = _MODULE.format(name=inputs, type=kind, body=body, more=more)
-    return Scenario(name, text(source), config or x_to_y(WARMUP="false"))
+    return Scenario(name, text(_MODULE.format(inputs=inputs, body=body, more=more)), config)
 
 
 def _strings(kind: str) -> str:
@@ -58,23 +57,25 @@ def example_inputs():
     return {{"image": [[base64.b64decode("{_PNG}")]]}}
 """
 _MODELS = (
-    _model("numbers", "return x * 2", config=x_to_y(NUM_THREAD="1")),
-    _model("halves", "return x * 2", config=config({"x": [2, "FP16"]}, {"y": [2, "FP16"]})),
-    _model("integers", "return x + 1", config=config({"x": [1, "INT64"]}, {"y": [1, "INT64"]})),
-    _model("large", "return x.sum(1)", config=config({"x": [50000]}, {"y": [1]})),
+    _model("numbers", "return x * 2"),
     _model(
-        "texts", "return [t.upper() for t in text]", "text", ": list[str]", "", _strings("text")
+        "several",
+        "return halves * 2, integers + 1, large.sum(1)",
+        "halves, integers, large",
+        config(
+            {"halves": [2, "FP16"], "integers": [1, "INT64"], "large": [50000]},
+            {"doubled": [2, "FP16"], "added": [1, "INT64"], "total": [1]},
+            parameters={"NUM_THREAD": "1"},
+        ),
     ),
-    _model("images", "return image", "image", ": list[bytes]", _EXAMPLE, _strings("image")),
-    _model("victim", "return -x"),
+    _model("texts", "return [t.upper() for t in text]", "text: list[str]", _strings("text")),
+    _model("images", "return image", "image: list[bytes]", _strings("image"), _EXAMPLE),
     _model("broken", "return 1", more='raise ValueError("<script>document.title = 1</script>")'),
     _model(
         "ticker",
         "yield from count.new_tensor(range(int(count))).split(1)",
         "count",
-        config=config(
-            {"count": [1, "INT32"]}, {"tick": [1, "INT32"]}, max_batch_size=0, more=_DECOUPLED
-        ),
+        config({"count": [1, "INT32"]}, {"tick": [1, "INT32"]}, max_batch_size=0, more=_DECOUPLED),
     ),
 )
 
@@ -120,22 +121,28 @@ def _open(page: Page, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "value", "answer"),
+    ("model", "values", "answers"),
     [
-        ("numbers", "1, 2, 3, 4.5", "2, 4, 6, 9"),
-        ("numbers", "3e38, -3e38, 0, 1", "Infinity, -Infinity, 0, 2"),
-        ("halves", "0.5, -65504", "1, -Infinity"),
-        ("integers", "9007199254740992", "9007199254740993"),
-        ("large", "ones", "50000"),
-        ("texts", 'ein "Wört"', r'"EIN \"WÖRT\""'),
-        ("ticker", "3", '{"tick":0}{"tick":1}{"tick":2}'),
+        ("numbers", ["1, 2, 3, 4.5"], ["2, 4, 6, 9"]),
+        ("numbers", ["3e38, -3e38, 0, 1"], ["Infinity, -Infinity, 0, 2"]),
+        (
+            "several",
+            ["0.5, -65504", "9007199254740992", "ones"],
+            ["1, -Infinity", "9007199254740993", "50000"],
+        ),
+        ("texts", ['ein "Wört"'], [r'"EIN \"WÖRT\""']),
+        ("ticker", ["3"], ['{"tick":0}{"tick":1}{"tick":2}']),
     ],
 )
-def test_the_form_shows_the_answer(page: Page, model: str, value: str, answer: str) -> None:
+def test_the_form_shows_the_answer(
+    page: Page, model: str, values: list[str], answers: list[str]
+) -> None:
     _open(page, model)
-    page.get_by_label("Values").fill(value)
+    for place, value in enumerate(values):
+        page.get_by_label("Values").nth(place).fill(value)
     page.get_by_role("button", name="Send").click()
-    expect(page.locator("#answer")).to_contain_text(answer)
+    for answer in answers:
+        expect(page.locator("#answer")).to_contain_text(answer)
     expect(page.locator("#sent")).to_contain_text("ms")
 
 
@@ -172,7 +179,7 @@ def test_a_late_answer_is_not_shown_below_another_model(page: Page) -> None:
         " return answer; }; }"
     )
     page.get_by_role("button", name="Send").click()
-    _open(page, "large")
+    _open(page, "several")
     page.get_by_role("button", name="Send").wait_for()
     page.wait_for_timeout(1500)
     expect(page.locator("#answer")).to_be_hidden()
@@ -212,9 +219,9 @@ def test_warnings_errors_and_markup_are_text(page: Page) -> None:
 
 
 def test_a_killed_instance_is_seen_down_and_up(page: Page, served: Supervised) -> None:
-    _open(page, "victim")
+    _open(page, "numbers")
     expect(page.locator("#notes .state")).to_have_text("This model serves.")
-    (stub,) = served.stubs("victim")
+    (stub,) = served.stubs("numbers")
     expect(page.locator("#instances tbody")).to_contain_text(str(stub.pid))
     stub.send_signal(signal.SIGKILL)
     expect(page.locator("#notes .state")).not_to_have_text("This model serves.")
@@ -223,14 +230,14 @@ def test_a_killed_instance_is_seen_down_and_up(page: Page, served: Supervised) -
     expect(page.locator("#instances tbody")).not_to_contain_text(str(stub.pid))
     page.get_by_role("button", name="Send").click()  # the form that was open all the while
     expect(page.locator("#answer")).to_contain_text("y")
-    row = page.get_by_role("row").filter(has_text="victim").first
+    row = page.get_by_role("row").filter(has_text="numbers").first
     expect(row).to_contain_text(re.compile(r"serves.*\d ms.*1 · \d+ MB"))
 
 
 def test_models_are_unloaded_and_loaded_with_the_admin_key(
     page: Page, served: Supervised, repository: Path
 ) -> None:
-    _open(page, "victim")
+    _open(page, "numbers")
     page.get_by_label("Values").fill("1, 2, 3, 4")
     page.get_by_label("Admin key").press_sequentially("schlüssel №")
     # As a person clicks: the key is taken when the button is pressed, which must not move then.
@@ -245,15 +252,15 @@ def test_models_are_unloaded_and_loaded_with_the_admin_key(
     page.get_by_role("button", name="Unload").click()
     expect(page.locator("#notes .state")).to_have_text("This model is not loaded.", timeout=60000)
     page.get_by_role("button", name="Send").click()
-    expect(page.locator("#sent")).to_contain_text("victim")  # Triton's refusal
-    assert "RELEASED victim" in served.text
+    expect(page.locator("#sent")).to_contain_text("numbers")  # Triton's refusal
+    assert "RELEASED numbers" in served.text
     page.get_by_role("button", name="Load", exact=True).click()
     expect(page.locator("#notes .state")).to_have_text("This model serves.", timeout=60000)
     for path in ("config.pbtxt", "1/model.py"):
-        file = repository / "victim" / path
+        file = repository / "numbers" / path
         file.write_text(re.sub(r"\bx\b", "z", file.read_text()))
     page.get_by_role("button", name="Reload").click()
-    supervised.until(lambda: "CHANGED victim: requested on the page" in served.text, served)
+    supervised.until(lambda: "CHANGED numbers: requested on the page" in served.text, served)
     expect(page.locator("#inputs")).to_contain_text("z FP32", timeout=60000)
 
 
