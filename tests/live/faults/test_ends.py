@@ -57,9 +57,7 @@ import time
 
 def forward(x):
     while True:
-        while float(x) == 103:
-            pass
-        time.sleep(0.005)
+        time.sleep(1000 if float(x) == 103 else 0.005)
         yield x
 """
 _CONFIG = x_to_y(4, WARMUP="false")
