@@ -109,6 +109,6 @@ def test_of_a_traceback_of_torchscript_the_message_is_kept() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.jit.script(forward)(torch.ones(1, 3))
     assert __file__ in str(raised.value)
-    assert summarize(raised.value) == (
-        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 1x3)"
-    )
+    with pytest.raises(RuntimeError) as plain:
+        forward(torch.ones(1, 3))
+    assert summarize(raised.value) == f"RuntimeError: {plain.value}"
