@@ -156,7 +156,7 @@ def test_calls_with_each_sample(torchscript: bool) -> None:
 @pytest.mark.parametrize(
     ("forward", "message", "of_values"),
     [
-        (lambda x: x @ torch.ones(3, 3), "forward() raised RuntimeError: mat1", True),
+        (lambda x: x @ torch.ones(3, 3), "forward() raised RuntimeError: ", True),
         (lambda x: x.double(), "data_type: TYPE_FP64 dims: [ 4 ].", False),
         (lambda x: x[:, :2], "data_type: TYPE_FP32 dims: [ 2 ].", False),
         (lambda x: x[:1], "output 'y' has 1 row for a batch of 8", False),
