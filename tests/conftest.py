@@ -27,6 +27,8 @@ hypothesis.settings.load_profile("suite")
 
 # Inductor builds a library and starts a process to try what the processor says it has.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Packages are compiled faster, and run slower.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 # In tests/live/: those that wait rather than compute.
 _COMMANDS = ("faults/", "test_serve")

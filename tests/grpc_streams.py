@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import serving
 import tritonclient.grpc
-from scenarios import assert_close
 from streamed import Stream
 from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import np_to_triton_dtype
 
 from torch_py_backend.server import Server
 
@@ -27,15 +26,8 @@ class Client:
 
     def ask(self, model: str, inputs: dict[str, Any], **parameters: bool) -> Any:
         """A call under way: iterate over it for `responses`, or cancel it."""
-        tensors = []
-        for name, value in inputs.items():
-            tensor = tritonclient.grpc.InferInput(
-                name, list(value.shape), np_to_triton_dtype(value.dtype)
-            )
-            tensor.set_data_from_numpy(value)
-            tensors.append(tensor)
         request = service_pb2.ModelInferRequest(model_name=model)
-        for tensor in tensors:
+        for tensor in serving.infer_inputs(tritonclient.grpc, inputs):
             request.inputs.append(tensor._get_tensor())
             request.raw_input_contents.append(tensor._get_content())
         for key, wanted in parameters.items():
@@ -59,18 +51,7 @@ def responses(call: Any) -> Iterator[dict[str, Any] | str]:
 
 
 def check(client: Client, model: str, stream: Stream) -> None:
-    answers = list(responses(client.ask(model, stream.inputs)))
-    if stream.error is not None:
-        message = answers.pop()
-        assert isinstance(message, str)
-        stream.error.check(message)
-    assert len(answers) == len(stream.responses)
-    for response, expected in zip(answers, stream.responses, strict=True):
-        assert isinstance(response, dict), response
-        assert response.keys() == expected.keys()
-        for name, value in expected.items():
-            assert response[name].shape == value.shape
-            assert_close(response[name], value)
+    stream.check(list(responses(client.ask(model, stream.inputs))))
 
 
 def metric(server: Server, name: str, model: str) -> float:

@@ -76,17 +76,10 @@ def request(value: float, name: str = "", *, rows: int = 1, cancelled: bool = Fa
     return fake_triton.InferenceRequest([fake_triton.Tensor("x", x)], name, cancelled=cancelled)
 
 
-class _Unreadable(fake_triton.Tensor):
-    error: Exception
-
-    def as_numpy(self) -> Any:
-        raise self.error
-
-
 def unreadable(error: Exception | None = None, name: str = "x", **how: Any) -> Any:
     """A request whose only input Triton's utilities cannot read."""
-    tensor = _Unreadable(name, np.ones((1, 4), dtype=np.float32))
-    tensor.error = error or ValueError("unpack requires 4 bytes")
+    tensor: Any = fake_triton.Tensor(name, np.ones((1, 4), dtype=np.float32))
+    tensor.as_numpy = mock.Mock(side_effect=error or ValueError("unpack requires 4 bytes"))
     return fake_triton.InferenceRequest([tensor], **how)
 
 

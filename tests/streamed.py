@@ -1,70 +1,19 @@
-"""Models that make streams: engines of functions, and a table of what a client must get.
+"""The table of models that make streams, and what a client must get.
 
-The table runs twice: through the adapter against the fake of Triton's utilities, and on a real
+It runs twice: through the adapter against the fake of Triton's utilities, and on a real
 tritonserver over gRPC.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import engines
 import models
 import numpy as np
 import scenarios
-import torch
-from scenarios import Arrays, Refused, Scenario
-
-from torch_py_backend.engine import runtime
-from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.streams import Streams
-from torch_py_backend.errors import BackendError
-from torch_py_backend.values import Value
-
-
-def engine(
-    function: Callable[..., Any], step: Callable[[list[Any]], Any] | None = None, **overrides: Any
-) -> Engine:
-    """An engine of one input `x` and one output `y`, both FP32 [-1], in rows."""
-    return engines.engine(function, step=step, decoupled=True, **overrides)
-
-
-def item(*values: float) -> dict[str, Value]:
-    return {"x": torch.tensor([values], dtype=torch.float32)}
-
-
-@dataclass
-class Recorder:
-    """A client that keeps what a stream gives, and leaves after so many responses."""
-
-    leaves_after: int | None = None
-    values: list[list[list[float]]] = field(default_factory=list)
-    error: BackendError | None = None
-
-    async def receive(self, streams: Streams, item: dict[str, Value]) -> None:
-        self.error = await streams.run(item, self.send)
-
-    def send(self, outcome: dict[str, Value], last: bool) -> bool:
-        self.values.append(torch.as_tensor(outcome["y"]).tolist())
-        return len(self.values) != self.leaves_after
-
-    @property
-    def text(self) -> str:
-        return "" if self.error is None else self.error.traceback
-
-
-def run(model: Engine, *pairs: tuple[dict[str, Value], Recorder]) -> Streams:
-    streams = Streams(model)
-
-    async def together() -> None:
-        with runtime.mode(model.config.options):
-            await asyncio.gather(*(client.receive(streams, item) for item, client in pairs))
-
-    asyncio.run(together())
-    return streams
+from scenarios import Arrays, Refused, Scenario, assert_close
 
 
 @dataclass(frozen=True)
@@ -74,6 +23,20 @@ class Stream:
     inputs: Arrays
     responses: Sequence[Arrays]
     error: Refused | None = None
+
+    def check(self, came: Sequence[Arrays | str]) -> None:
+        """Check what a client got: outputs by name, and the text of an error."""
+        if self.error is not None:
+            *came, message = came
+            assert isinstance(message, str)
+            self.error.check(message)
+        assert len(came) == len(self.responses)
+        for outputs, expected in zip(came, self.responses, strict=True):
+            assert isinstance(outputs, dict), outputs
+            assert outputs.keys() == expected.keys()
+            for name, value in expected.items():
+                assert outputs[name].shape == value.shape
+                assert_close(outputs[name], value)
 
 
 @dataclass(frozen=True)
@@ -225,16 +188,6 @@ TABLE = (
     ),
 )
 
-_NOT_DECOUPLED = "model_transaction_policy { decoupled: false }\n"
-_X = {"x": "FP32"}
-_AUTOCAST = """
-import torch
-
-def forward(x):
-    with torch.autocast('cpu'):
-        yield x
-        yield x
-"""
 _AMISS = """
 from torch import nn
 
@@ -245,14 +198,11 @@ class Amiss(nn.Module):
     def step(self, states):
         return [(None, states[0])]
 """
-_REFUSED = (
-    ("stream_in_unary", TICKER, config(_COUNT, _Y, more=_NOT_DECOUPLED), "decoupled: true"),
-    ("yields_in_autocast", _AUTOCAST, config(_X, _Y), "yields within torch.autocast"),
-    ("yields_rubbish", "def f(x):\n    yield {1}\n", config(_X, _Y), "output 'y' is a set"),
+_UNARY = config(_COUNT, _Y, more="model_transaction_policy { decoupled: false }\n")
+REFUSED = (
+    scenarios.refused("stream_in_unary", scenarios.text(TICKER), _UNARY, "decoupled: true"),
     # One stream alone would do.
-    ("steps_amiss", _AMISS, config(_X, _Y), "expected a list with 2 pairs"),
-)
-REFUSED = tuple(
-    Scenario(name, scenarios.text(code), text, load_error=(says,))
-    for name, code, text, says in _REFUSED
+    scenarios.refused(
+        "steps_amiss", scenarios.text(_AMISS), config({"x": "FP32"}, _Y), "list with 2 pairs"
+    ),
 )

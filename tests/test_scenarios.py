@@ -15,15 +15,16 @@ import kinds
 import pytest
 import registered
 import scenarios
+import streamed
 import torch
 from scenarios import Call, Refused, Scenario, assert_close
 
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.processes import child_process
 
-_TABLE = scenarios.TABLE + kinds.TABLE + registered.TABLE
+_TABLE = scenarios.TABLE + kinds.TABLE + registered.TABLE + streamed.REFUSED
 # On a server only: what takes inductor's time, or ends a process, is run here by the tests of
-# engine/test_compile_cache.py, of loading/test_aotinductor.py, and of processes/.
+# engine/test_compilation.py, of loading/test_aotinductor.py, and of processes/.
 _ON_SERVER = ("compiled", "complete_aoti", "complete_crashes")
 # `make aoti` adds this value of OPTIMIZE to each model. One that it does not suit is skipped, but
 # never the module of this row.

@@ -1,9 +1,12 @@
-"""The adapter: requests, responses, and checks before READY."""
+"""The adapter: checks before READY, the model that answers first, and profiles."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gzip
 import importlib.util
+import json
 import locale
 import logging
 import os
@@ -11,6 +14,7 @@ import re
 import shutil
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +25,14 @@ import numpy as np
 import pytest
 import scenarios
 import torch
-from instances import logged, request
+from instances import Served, logged, request
+from scenarios import Scenario, Writer
+from torch import Tensor, nn
 
 from torch_py_backend import adapter
-from torch_py_backend.adapter import TritonPythonModel, logs, messages
+from torch_py_backend.adapter import PROFILED_BATCHES, TritonPythonModel, logs, messages
+from torch_py_backend.config import threads
+from torch_py_backend.engine import model_state
 from torch_py_backend.processes import instance_status
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -148,20 +156,188 @@ def test_threads_are_reserved_before_torch_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OpenMP reads its environment variables once, when torch is imported."""
-    reserved = []
+    first = "torch_py_backend.adapter.answering"  # of the modules that import torch
+    imported, reserve = [], threads.set_environment
 
-    class Watch:
-        """Looks when the first module that imports torch is imported."""
+    def watched(share: threads.Threads) -> None:
+        imported.append(first in sys.modules)
+        reserve(share)
 
-        def find_spec(self, name: str, *_: Any) -> None:
-            if name == "torch_py_backend.adapter.answering":
-                reserved.extend([os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]])
-
-    monkeypatch.delitem(sys.modules, "torch_py_backend.adapter.answering")
+    monkeypatch.delitem(sys.modules, first)
     monkeypatch.delattr(adapter, "answering")
-    monkeypatch.setattr(sys, "meta_path", [Watch(), *sys.meta_path])
+    monkeypatch.setattr(threads, "set_environment", watched)
     config = scenarios.x_to_y(NUM_THREADS="3", NUM_INTEROP_THREADS="5")
-    negate = scenarios.Scenario("negate", scenarios.python(models.Negate), config)
-    instances.load(tmp_path, negate)
-    assert reserved == ["3", "3"]
+    instances.load(tmp_path, dataclasses.replace(instances.named("function"), config=config))
+    assert imported == [False]
+    assert [os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]] == ["3", "3"]
     assert (torch.get_num_threads(), torch.get_num_interop_threads()) == (3, 5)
+
+
+class _Profiled(Served):
+    def __init__(self, folder: Path) -> None:
+        self.traces = folder / "traces"
+        self.traces.mkdir()
+        config = scenarios.x_to_y(PROFILE_DIR=str(self.traces))
+        super().__init__(folder, Scenario("m", scenarios.python(models.Negate), config))
+
+    def repeat(self, times: int) -> None:
+        for _ in range(times):
+            (responses,) = self.send(request(1))
+            assert all(response.error() is None for response in responses)
+
+
+def test_the_first_batches_after_ready_are_profiled_except_one(tmp_path: Path) -> None:
+    served = _Profiled(tmp_path)
+    served.repeat(PROFILED_BATCHES)
+    assert list(served.traces.iterdir()) == []
+    served.repeat(3)
+    (path,) = served.traces.iterdir()
+    served.model.finalize()
+    assert list(served.traces.iterdir()) == [path]
+    assert path.name.startswith("m_0_0-1.")  # the instance, and its version
+    with gzip.open(path) as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    steps = [name for name in names if name.startswith("ProfilerStep#")]
+    assert len(steps) == names.count("aten::neg") == PROFILED_BATCHES
+
+
+def test_unloading_ends_the_profile(tmp_path: Path) -> None:
+    served = _Profiled(tmp_path)
+    served.model.finalize()
+    assert list(served.traces.iterdir()) == []
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def test_a_trace_that_cannot_be_written_costs_the_trace_only(tmp_path: Path) -> None:
+    served = _Profiled(tmp_path)
+    served.traces.rmdir()
+    served.traces.touch()
+    served.repeat(PROFILED_BATCHES + 3)
+    assert sum("the profiler failed" in line for line in logged("warn")) == 1
+
+
+class Buffers(nn.Module):
+    count: Tensor
+    replaced: Tensor
+    sparse: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4))
+        self.register_buffer("replaced", torch.zeros(4), persistent=False)
+        self.register_buffer("sparse", torch.eye(4).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = x + self.count + self.replaced + self.sparse.to_dense().sum(0)
+        self.count += 1
+        self.sparse.mul_(2)
+        self.replaced = self.replaced + x.sum()
+        return result
+
+
+class Attributes(nn.Module):
+    part: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Identity()
+        self.part.calls, self.part.seen = 0, []
+        self.total = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.calls += 1
+        self.part.seen.append(x)
+        self.total += 1
+        result: Tensor = x + self.part.calls + len(self.part.seen) + self.total
+        return result
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.sum(0)
+        return x + self.total
+
+
+class Recomputes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # It computes `weight`, an attribute, before each call.
+        self.head = torch.nn.utils.weight_norm(nn.Linear(4, 4))
+        self.shape, self.device = torch.Size([4]), torch.device("cpu")
+
+    @functools.cached_property
+    def scale(self) -> float:
+        return 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shape, self.device = x.shape[1:], x.device
+        result: Tensor = self.head(x) * self.scale
+        return result
+
+
+def _python(module: nn.Module) -> Writer:
+    source = "import functools\nfrom typing import Any\n" + models.source(type(module))
+    return scenarios.both(scenarios.text(source), scenarios.safe(module.state_dict()))
+
+
+def _served(folder: Path, write: Writer, **parameters: str) -> TritonPythonModel:
+    model = TritonPythonModel()
+    scenario = Scenario("digits", write, scenarios.x_to_y(4, **parameters))
+    model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
+    return model
+
+
+def _compare(model: TritonPythonModel, fresh: Callable[[Tensor], Tensor]) -> None:
+    for rows in (1, 3, 2):
+        (response,) = model.execute([request(rows, rows=rows)])
+        assert response.error() is None
+        (tensor,) = response.output_tensors()
+        with torch.no_grad():
+            expected = fresh(torch.full((rows, 4), float(rows)))
+        np.testing.assert_allclose(tensor.as_numpy(), expected.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "scripted"), [(Buffers, False), (Recomputes, False), (Sums, True)]
+)
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_buffers_are_put_back_and_caches_stay(
+    make: Callable[[], nn.Module], scripted: bool, tmp_path: Path
+) -> None:
+    module = make().eval()
+    if scripted:
+        module.register_buffer("total", module.__dict__.pop("total"))
+    model = _served(tmp_path, scenarios.script(module) if scripted else _python(module))
+    assert not logged("warn")
+    _compare(model, module)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [(Attributes, ["part.calls", "part.seen", "total"]), (Buffers, ["count", "replaced"])],
+)
+def test_models_with_other_state_are_built_again(
+    make: Callable[[], nn.Module], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_state, "_COPIED_BYTES", 8)  # larger buffers may as well be weights
+    model = _served(tmp_path, _python(make()))
+    (warning,) = logged("warn")
+    assert "is built again without a warm-up" in warning
+    assert all(name in warning for name in names)
+    assert sum("the warm-up begins" in line for line in logged("info")) == 1
+    _compare(model, make())
+
+
+def test_a_compiled_model_that_is_built_again_uses_its_graphs(tmp_path: Path) -> None:
+    compiles = '{"backend": "aot_eager"}'
+    write = scenarios.python(Sums)
+    model = _served(tmp_path, write, WEIGHTS="none", TORCH_COMPILE_OPTIONAL_PARAMETERS=compiles)
+    assert "built again" in logged("warn")[0]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    _compare(model, Sums())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert model._engine.counts.eager_calls == 0

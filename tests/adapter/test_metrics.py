@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import scenarios
 import streamed
-import torch
 from fake_triton import MetricFamily, TritonModelException
 from instances import Served, load, logged, named, request, until
 from scenarios import Scenario
@@ -22,8 +21,6 @@ from torch_py_backend.adapter import metrics
 from torch_py_backend.engine import runtime
 
 pytestmark = pytest.mark.usefixtures("process")
-
-_SECONDS = 30
 
 
 def judge(**parameters: str) -> Scenario:
@@ -39,36 +36,20 @@ def published(name: str, label: str = "") -> dict[str, float]:
     }
 
 
-_BRANCHES = """
-from torch import nn
+_RARE = """from torch_py_backend.errors import CallError
 
 
-class Net(nn.Module):
-    def forward(self, x):
-        return x * 2 if x.shape[1] > 9 else x * 2.0
+def forward(x):
+    raise CallError('other', 'it is not there', code='NOT_FOUND')
 """
-_COMPILED = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}', "WEIGHTS": "none"}
-_COMPILES = Scenario(
-    "compiled",
-    scenarios.text(_BRANCHES),
-    scenarios.config({"x": [-1]}, {"y": [-1]}, max_batch_size=2, parameters=_COMPILED),
-)
-
-
-def narrow(x: torch.Tensor) -> torch.Tensor:
-    if x.shape[0] > 2:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return x * 2
-
-
-_NARROW = Scenario("narrow", scenarios.python(narrow), scenarios.x_to_y(4, WARMUP="false"))
-_RARE = (
-    "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n"
-    "    raise CallError('other', 'it is not there', code='NOT_FOUND')\n"
-)
-
-
 _CALLS = Scenario("calls", scenarios.text(_RARE), scenarios.x_to_y(4, WARMUP="false"))
+
+
+def _count(number: int) -> Any:
+    tensor = fake_triton.Tensor("count", streamed.ints(number))
+    return fake_triton.InferenceRequest([tensor])
+
+
 _ALL_CODES = [
     [request(1, rows=3)],
     [request(2, rows=2), request(3), fake_triton.InferenceRequest([])],
@@ -77,45 +58,46 @@ _ALL_CODES = [
 ]
 _COUNTS = {"OK": 5, "INTERNAL": 2, "INVALID_ARG": 1, "UNAVAILABLE": 1}
 _FAILING = [[request(1), request(2), request(-1), request(4)]]
-_GROWING = [[request(1), request(1, rows=2)], [request(1, rows=5)]]
+_STREAMS = [[*map(_count, (3, 0, 9)), fake_triton.InferenceRequest([])]]
+_ENDS = {"OK": 2, "INTERNAL": 1, "INVALID_ARG": 1}
 
 
 @pytest.mark.parametrize(
-    ("scenario", "batches", "codes", "retries"),
+    ("scenario", "batches", "codes", "others"),
     [
-        pytest.param(judge(), _ALL_CODES, _COUNTS, None, id="codes"),
+        pytest.param(judge(), _ALL_CODES, _COUNTS, {}, id="codes"),
         # [1 2], [-1 4], and [-1], [4]
-        pytest.param(judge(), _FAILING, {"OK": 3, "INTERNAL": 1}, {"": 6}, id="retries"),
-        pytest.param(_NARROW, _GROWING, {"OK": 2, "UNAVAILABLE": 1}, {"": 3}, id="memory"),
+        pytest.param(
+            judge(), _FAILING, {"OK": 3, "INTERNAL": 1}, {"retried_rows_total": 6}, id="retries"
+        ),
         # An error of another model may have any code: its series is created on demand.
-        pytest.param(_CALLS, [[request(1)]], {"NOT_FOUND": 1}, {}, id="a rare code"),
+        pytest.param(
+            _CALLS, [[request(1)]], {"NOT_FOUND": 1}, {"retried_rows_total": 0}, id="a rare code"
+        ),
+        pytest.param(
+            streamed.TABLE[0].scenario,
+            _STREAMS,
+            _ENDS,
+            {"stream_responses_total": 3 + 7, "live_streams": 0},
+            id="streams",
+        ),
     ],
 )
 def test_counters(
     scenario: Scenario,
     batches: list[list[Any]],
     codes: dict[str, float],
-    retries: dict[str, float] | None,
+    others: dict[str, float],
     tmp_path: Path,
 ) -> None:
     """Requests are counted once by the code of their answer, rows that are run again by calls."""
-    model = load(tmp_path, scenario)
+    served = Served(tmp_path, scenario)
     for batch in batches:
-        model.execute(batch)
-    model.finalize()
-    assert published("requests_total", "code") == codes
-    assert retries in (None, published("retried_rows_total"))
-
-
-def test_streams(tmp_path: Path) -> None:
-    """A stream is a request with the code of its end; its responses are counted separately."""
-    served = Served(tmp_path, streamed.TABLE[0].scenario)
-    sent = [served.request({"count": streamed.ints(n)}) for n in (3, 0, 9)]
-    served.send(*sent, fake_triton.InferenceRequest([]))
+        served.send(*batch)
     served.model.finalize()
-    assert published("requests_total", "code") == {"OK": 2, "INTERNAL": 1, "INVALID_ARG": 1}
-    assert published("stream_responses_total") == {"": 3 + 7}
-    assert published("live_streams") == {}
+    assert published("requests_total", "code") == codes
+    for name, value in others.items():
+        assert published(name).get("", 0) == value
 
 
 def test_requests_that_only_fill_a_slot_are_not_counted(tmp_path: Path) -> None:
@@ -127,29 +109,25 @@ def test_requests_that_only_fill_a_slot_are_not_counted(tmp_path: Path) -> None:
 
 
 def test_compilation(tmp_path: Path) -> None:
-    """Graphs of the warm-up, a cache miss, and a call that would need another graph are counted."""
-    served = Served(tmp_path, _COMPILES)
-    served.model._engine.counts.compile_cache["miss"] = 1  # inductor counts it: test_compile_cache
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    served.send(served.request({"x": np.ones((1, 12), dtype=np.float32)}))
-    served.model.finalize()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-    assert sum(published("compiled_graphs_total").values()) >= 1
+    """How it is counted: test_warmup and test_compilation in tests/engine."""
+    model = load(tmp_path, judge())
+    counts = model._engine.counts
+    counts.compiled_graphs, counts.eager_calls = 3, 2
+    counts.compile_cache["miss"] = 1
+    model.finalize()
+    assert published("compiled_graphs_total") == {"": 3}
     assert published("compile_cache_total", "result") == {"miss": 1}
-    assert published("eager_calls_total") == {"": 1}
+    assert published("eager_calls_total") == {"": 2}
 
 
-@pytest.fixture
-def by_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics are published by the test alone."""
-    monkeypatch.setattr(metrics, "_SECONDS", _SECONDS)
-
-
-@pytest.mark.usefixtures("by_the_test")
 def test_an_idle_instance_sends_nothing_but_the_memory_of_each_gpu_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values that stay 0 are set once: a server that has ended would never answer."""
+    """Values that stay 0 are set once: a server that has ended would never answer.
+
+    The series are those of the table, with their kinds and labels, and no others.
+    """
+    monkeypatch.setattr(metrics, "_SECONDS", 30)  # the test alone publishes
     model = load(tmp_path, judge())
     name = "device_memory_allocated_bytes"
     assert f"pytorch_py_{name}" not in MetricFamily.made
@@ -160,6 +138,11 @@ def test_an_idle_instance_sends_nothing_but_the_memory_of_each_gpu_in_use(
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10), (3, 30)])
     model._publisher.publish()
     assert published(name, "device") == {"0": 10, "3": 30}
+    rows = {row.name: row for row in metrics.TABLE}
+    assert MetricFamily.made.keys() == rows.keys()
+    for series, made in MetricFamily.made.items():
+        assert (MetricFamily.kinds[series] == MetricFamily.GAUGE) == (not rows[series].grows)
+        assert all(metric.labels.keys() == set(rows[series].labels) for metric in made)
     model.finalize()
     assert published(name, "device") == {}
 
@@ -199,18 +182,3 @@ def test_triton_that_refuses_values(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (response,) = model.execute([request(1)])
         assert "the device is gone" in response.error().message()
         model.finalize()
-
-
-@pytest.mark.usefixtures("by_the_test")
-def test_published_series_are_those_of_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model publishes each row of the table, with its kind and labels, and no other."""
-    monkeypatch.setattr(runtime, "memory", lambda: [(0, 10)])
-    load(tmp_path, judge())
-    rows = {row.name: row for row in metrics.TABLE}
-    assert MetricFamily.made.keys() == rows.keys()
-    for name, series in MetricFamily.made.items():
-        row = rows[name]
-        assert (MetricFamily.kinds[name] == MetricFamily.GAUGE) == (not row.grows)
-        assert all(metric.labels.keys() == set(row.labels) for metric in series)

@@ -55,18 +55,14 @@ def test_a_batch_has_the_context_of_its_first_traced_request_and_hooks_their_own
         assert served.run(served.traced(), served.traced()) == [[_NONE]] * 2
 
 
-def test_a_step_of_a_sequence_has_the_context_of_its_request(tmp_path: Path) -> None:
-    served = _Served(tmp_path, "sums")
-    for ids, turn in ((_FIRST, Turn(7, starts=True)), (_SECOND, Turn(7, ends=True))):
-        assert served.run(served.traced(*ids, turn=turn)) == [[traced.ends(*ids)]]
-
-
-@pytest.mark.parametrize("name", ["yields", "steps"])
-def test_each_response_has_the_context_of_its_request(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "responses"), [("sums", 1), ("yields", 2), ("steps", 2)])
+def test_steps_and_streams_have_the_context_of_their_request(
+    name: str, responses: int, tmp_path: Path
+) -> None:
     served = _Served(tmp_path, name)
-    for ids in (_FIRST, _SECOND):
-        assert served.run(served.traced(*ids)) == [[traced.ends(*ids)] * 2]
-    assert served.run(served.traced()) == [[_NONE] * 2]
+    for ids, turn in ((_FIRST, Turn(7, starts=True)), (_SECOND, Turn(7)), ((), Turn(7, ends=True))):
+        expected = traced.ends(*ids) or _NONE
+        assert served.run(served.traced(*ids, turn=turn)) == [[expected] * responses]
 
 
 def test_a_part_of_a_failed_batch_has_the_context_of_its_own_request(tmp_path: Path) -> None:

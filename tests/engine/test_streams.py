@@ -4,29 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import engines
 import fake_gpu
 import pytest
 import torch
-from streamed import Recorder, engine, item, run
 from torch import Tensor
 
 from torch_py_backend.composition import model, stand_in
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Streams
-from torch_py_backend.errors import ForwardError, OutputError
+from torch_py_backend.errors import BackendError, ForwardError, OutputError
 from torch_py_backend.values import Value
 
 
-def _one(forward: Any, client: Recorder | None = None) -> Recorder:
-    """Return the client of one stream."""
-    client = client or Recorder()
-    run(engine(forward), (item(1), client))
-    return client
+class Client:
+    """The client of a stream of a value: keeps the responses, and leaves after so many."""
+
+    def __init__(self, value: float = 1.0, leaves_after: int | None = None) -> None:
+        self.item: dict[str, Value] = {"x": torch.tensor([[float(value)]])}
+        self.values: list[Any] = []
+        self.on_gpu: list[bool] = []
+        self.error: BackendError | None = None
+        self._leaves_after = leaves_after
+
+    async def receive(self, streams: Streams) -> None:
+        self.error = await streams.run(self.item, self.send)
+
+    def send(self, outcome: dict[str, Value], last: bool) -> bool:
+        y = torch.as_tensor(outcome["y"])
+        self.values.append(y.tolist())
+        self.on_gpu.append(y.is_cuda)
+        return len(self.values) != self._leaves_after
+
+
+def engine(function: Any, step: Callable[[list[Any]], Any] | None = None, **how: Any) -> Engine:
+    """An engine of one input `x` and one output `y`, both FP32 [-1], in rows."""
+    return engines.engine(function, step=step, decoupled=True, **how)
+
+
+def run(model: Engine, *clients: Client) -> Streams:
+    streams = Streams(model)
+
+    async def together() -> None:
+        with runtime.mode(model.config.options):
+            await asyncio.gather(*(client.receive(streams) for client in clients))
+
+    asyncio.run(together())
+    return streams
 
 
 def test_streams_take_turns() -> None:
@@ -37,23 +66,8 @@ def test_streams_take_turns() -> None:
             order.append(int(x))
             yield x
 
-    run(engine(forward), (item(1), Recorder()), (item(2), Recorder()))
+    run(engine(forward), Client(1), Client(2))
     assert order == [1, 2] * 3
-
-
-def test_an_awaiting_stream_does_not_block_others() -> None:
-    finished = asyncio.Event()
-
-    async def forward(x: Tensor) -> AsyncIterator[Tensor]:
-        if int(x) == 1:
-            await finished.wait()
-        for _ in range(5):
-            yield x
-        finished.set()
-
-    waiting, running = Recorder(), Recorder()
-    run(engine(forward), (item(1), waiting), (item(2), running))
-    assert len(running.values) == len(waiting.values) == 5
 
 
 @pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
@@ -62,7 +76,9 @@ def test_any_exception_ends_the_stream(error: type[BaseException]) -> None:
         yield x
         raise error
 
-    assert isinstance(_one(forward).error, ForwardError)
+    client = Client()
+    run(engine(forward), client)
+    assert isinstance(client.error, ForwardError)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -73,16 +89,12 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
     model.device, model.host_inputs = fake_gpu.DEVICE, False
     with model.preparing():  # the stages are chosen again
         pass
-    sent: list[Any] = []
-
-    class Keeps(Recorder):
-        def send(self, outcome: dict[str, Value], last: bool) -> bool:
-            sent.append(outcome["y"])
-            return super().send(outcome, last)
-
-    x = torch.ones(1, 2)
-    run(model, ({"x": fake_gpu.put(x) if on_gpu else x}, Keeps()))
-    assert [(value.tolist(), value.is_cuda) for value in sent] == [([[2.0, 2.0]], on_gpu)]
+    client = Client()
+    if on_gpu:
+        client.item["x"] = fake_gpu.put(torch.as_tensor(client.item["x"]))
+    run(model, client)
+    assert client.values == [[[2.0]]]
+    assert client.on_gpu == [on_gpu]
 
 
 @pytest.mark.parametrize(
@@ -98,18 +110,19 @@ def test_a_generator_that_fails_when_it_is_closed_hides_no_earlier_error(
         finally:
             raise ValueError("not so fast")
 
-    assert says in str(_one(forward, Recorder(leaves)).error)
+    client = Client(leaves_after=leaves)
+    run(engine(forward), client)
+    assert says in str(client.error)
 
 
 def test_each_call_of_the_model_has_a_time_limit_of_its_own() -> None:
     model, called = engine(lambda x: iter([x, x])), mock.Mock()
     model.failures.on_call = called
-    run(model, (item(1), Recorder()))
+    run(model, Client())
     assert called.call_count == 1 + 2 + 1  # forward(), two responses, the end
 
 
-def test_a_context_open_at_a_yield() -> None:
-    """A stream that yields within a thread-wide context ends; no other stream runs in it."""
+def test_a_stream_that_yields_within_a_thread_wide_context_ends_and_no_other_runs_in_it() -> None:
     inside = []
 
     async def forward(x: Tensor) -> AsyncIterator[Tensor]:
@@ -121,10 +134,11 @@ def test_a_context_open_at_a_yield() -> None:
         yield x
 
     before = runtime.thread_state(torch.device("cpu"))
-    failing, other = Recorder(), Recorder()
-    run(engine(forward), (item(1), failing), (item(2), other))
+    failing, other = Client(1), Client(2)
+    run(engine(forward), failing, other)
+    assert isinstance(failing.error, OutputError)
     assert "yields within torch.autocast" in str(failing.error)
-    assert failing.text == ""
+    assert failing.error.traceback == ""
     assert other.values == [[[2.0]]]
     assert inside == [False]
     assert runtime.thread_state(torch.device("cpu")) == before
@@ -152,34 +166,22 @@ class Counter:
         return [((value + 1, left - 1) if left > 1 else None, value) for value, left in states]
 
 
-def _run(model: Any, *pairs: tuple[Any, Recorder], **overrides: Any) -> Streams:
-    return run(engine(model.begin, model.step, **overrides), *pairs)
-
-
-def _kept(count: int) -> list[tuple[Any, Recorder]]:
-    return [(item(10.0 * number), Recorder()) for number in range(count)]
-
-
-def test_streams_of_different_lengths() -> None:
-    """A stream that ends leaves the shared step, and a stream that begins later joins it."""
+def test_a_stream_that_ends_leaves_the_shared_step_and_one_that_begins_later_joins_it() -> None:
     model = Counter(4)
     streams = Streams(engine(model.begin, model.step))
-    late = Recorder()
+    late, begun = Client(10), list[asyncio.Task[None]]()
 
-    class Early(Recorder):
-        """Begins another stream at its first response."""
-
+    class Early(Client):
         def send(self, outcome: dict[str, Value], last: bool) -> bool:
-            if not others:
-                others.append(asyncio.create_task(late.receive(streams, item(10))))
+            if not begun:
+                begun.append(asyncio.create_task(late.receive(streams)))
             return super().send(outcome, last)
 
-    others: list[asyncio.Task[Any]] = []
-    early = Early(leaves_after=3)
+    early = Early(0, leaves_after=3)
 
     async def staggered() -> None:
-        await early.receive(streams, item(0))
-        await asyncio.gather(*others)
+        await early.receive(streams)
+        await begun[0]
 
     asyncio.run(staggered())
     assert len(early.values) == 3
@@ -206,16 +208,19 @@ def test_streams_get_their_own_values_and_only_failing_ones_end(limits: dict[str
                 self.memory[place] = value
             return [(state, self.memory[place]) for place, (state, _) in enumerate(pairs)]
 
-    pairs, model = _kept(4), Reuses(**limits)  # type: ignore[arg-type]
-    streams = _run(model, *pairs)
-    for number, (_, recorder) in enumerate(pairs):
-        start = 10.0 * number
-        fails = start >= limits.get("fails_at", 1e9)
-        assert recorder.values == ([] if fails else [[[start]], [[start + 1]], [[start + 2]]])
-        assert isinstance(recorder.error, ForwardError) is fails
-        assert ("ValueError: too much" in recorder.text) is fails
-    assert model.sizes[-1] == (2 if "most" in limits else 3 if limits else 4)  # shared again
-    assert streams._engine.counts.stepped_streams == sum(model.sizes)
+    model = Reuses(**limits)  # type: ignore[arg-type]
+    served, clients = engine(model.begin, model.step), [Client(10 * place) for place in range(4)]
+    run(served, *clients)
+    failed = clients.pop() if "fails_at" in limits else None
+    for place, client in enumerate(clients):
+        assert client.values == [[[10 * place + tick]] for tick in range(3)]
+        assert client.error is None
+    if failed is not None:
+        assert failed.values == []
+        assert isinstance(failed.error, ForwardError)
+        assert "ValueError: too much" in failed.error.traceback
+    assert model.sizes[-1] == (2 if "most" in limits else len(clients))  # shared again
+    assert served.counts.stepped_streams == sum(model.sizes)
 
 
 @pytest.mark.parametrize("calls", [False, True], ids=["RETRY_FAILED_BATCH", "a call"])
@@ -228,10 +233,11 @@ def test_steps_that_are_not_run_again(calls: bool) -> None:
                 model("other")()
             return super().step(states)
 
-    failing, pairs = Calls(fails_at=30), _kept(4)
+    failing, clients = Calls(fails_at=30), [Client(value) for value in (0, 10, 20, 30)]
+    retry = None if calls else False
     with stand_in({"other": dict}):
-        _run(failing, *pairs, retry_failed_batch=None if calls else False)
-    assert all(isinstance(recorder.error, ForwardError) for _, recorder in pairs)
+        run(engine(failing.begin, failing.step, retry_failed_batch=retry), *clients)
+    assert all(isinstance(client.error, ForwardError) for client in clients)
     assert failing.sizes == [4]
 
 
@@ -240,19 +246,17 @@ def test_a_stream_keeps_its_current_state_only() -> None:
     first: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
 
-    class Model:
-        def begin(self, x: Tensor) -> Tensor:
-            state = torch.ones(1, 1)
-            first.append(weakref.ref(state))
-            return state
+    def begin(x: Tensor) -> Tensor:
+        state = torch.ones(1, 1)
+        first.append(weakref.ref(state))
+        return state
 
-        def step(self, states: list[Tensor]) -> list[tuple[Tensor | None, Tensor]]:
-            alive.append(first[0]() is not None)
-            return [(torch.ones(1, 1) if len(alive) < 4 else None, torch.ones(1, 1))]
+    def step(states: list[Tensor]) -> list[tuple[Tensor | None, Tensor]]:
+        alive.append(first[0]() is not None)
+        return [(torch.ones(1, 1) if len(alive) < 4 else None, torch.ones(1, 1))]
 
-    recorder = Recorder()
-    _run(Model(), (item(1), recorder))
-    assert len(recorder.values) == 4
+    run(engine(begin, step), Client())
+    assert len(alive) == 4
     assert alive[0]
     assert not any(alive[2:])
 
@@ -278,13 +282,13 @@ _ONES = torch.ones(2, 1)
 )
 def test_step_that_would_swap_or_spoil_streams_ends_all(step: Any, says: str) -> None:
     """Halves are not tried: with one stream the same result may look right."""
-    enabled, recorders = torch.is_autocast_enabled("cpu"), [Recorder(), Recorder()]
+    enabled, clients = torch.is_autocast_enabled("cpu"), [Client(), Client()]
     called = mock.Mock(side_effect=step)
     try:
-        run(engine(Counter().begin, called), *((item(1), recorder) for recorder in recorders))
+        run(engine(Counter().begin, called), *clients)
     finally:
         torch.set_autocast_enabled("cpu", enabled)
     assert called.call_count == 1
-    for recorder in recorders:
-        assert isinstance(recorder.error, OutputError)
-        assert says in str(recorder.error)
+    for client in clients:
+        assert isinstance(client.error, OutputError)
+        assert says in str(client.error)

@@ -1,6 +1,10 @@
+"""The warm-up: what a model is called with, what its failures mean, rows that depend on others."""
+
+from __future__ import annotations
+
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,15 +14,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import runtime, warmup
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, ConfigError, LoadError
+from torch_py_backend.errors import ConfigError, ForwardError, LoadError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.arguments import Argument, Signature
-from torch_py_backend.values import Item
+from torch_py_backend.values import Item, Outcome
 
 pytestmark = pytest.mark.usefixtures("dynamo")
 
@@ -114,6 +118,7 @@ def test_a_compiled_model_is_called_with_rows_that_may_need_a_graph(
             assert isinstance(outcome, dict)
             assert torch.equal(torch.as_tensor(outcome["y"]), forward(torch.ones(count, 4)))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert model.counts.compiled_graphs == (0 if "disable" in parameters else graphs)
     assert model.counts.eager_calls == eager
     assert caplog.text.count("[[17, 4]] were not met in the warm-up") == (eager > 0)
     assert caplog.text.count("were not met in the warm-up") == (eager > 0)
@@ -174,23 +179,6 @@ def test_a_failed_warm_up_fails_the_load(
     assert ("Traceback" in caplog.text) is of_values
 
 
-def test_made_up_samples_may_fail_when_serving(caplog: pytest.LogCaptureFixture) -> None:
-    """A failed sample is one warning with the cause and the cure; requests are answered."""
-
-    def forward(x: Tensor) -> Tensor:
-        if bool((x < 1).any()):
-            raise ValueError("a fraction")
-        return x
-
-    model = engine(build.config(), forward)
-    warmup.run(model, serving=True)
-    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
-    for part in ("ValueError: a fraction", "example_inputs", "served anyway", "Traceback"):
-        assert part in record.getMessage()
-    (outcome,) = model.run([{"x": torch.ones(1, 4)}])
-    assert not isinstance(outcome, BackendError)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"warmup": True}, {"kind": "GPU", "enable_weight_sharing": True}, {}],
@@ -214,8 +202,10 @@ def test_a_model_may_not_take_other_sizes_than_its_example_s(
     assert f"the warm-up with x [1, {other}] failed: " in caplog.text
 
 
-def test_nothing_is_compiled_after_failed_samples(caplog: pytest.LogCaptureFixture) -> None:
-    """Later calls run eagerly from the sample's first graph on, once."""
+def test_a_made_up_sample_that_fails_when_serving_is_one_warning_and_its_graphs_run_eagerly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing is compiled after it: later calls run eagerly from its first graph on, once."""
     calls = []
 
     def forward(x: Tensor) -> Tensor:
@@ -226,7 +216,7 @@ def test_nothing_is_compiled_after_failed_samples(caplog: pytest.LogCaptureFixtu
             raise ValueError("too small")
         return y
 
-    settings = build.config(torch_compile_optional_parameters={"backend": "aot_eager"})
+    settings = build.config(torch_compile_optional_parameters={"backend": "eager"})
     model = engine(settings, forward)
     warmup.run(model, serving=True)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -236,7 +226,14 @@ def test_nothing_is_compiled_after_failed_samples(caplog: pytest.LogCaptureFixtu
     assert torch.equal(torch.as_tensor(outcome["y"]), torch.full((2, 4), 101.0))
     assert calls == [2]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-    assert "run eagerly where a compiled graph is missing" in caplog.text
+    (record,) = (
+        record
+        for record in caplog.records
+        if record.name == warmup.log.name and record.levelno == logging.WARNING
+    )
+    cure, eager = "example_inputs", "run eagerly where a compiled graph is missing"
+    for part in ("ValueError: too small", cure, "served anyway", eager, "Traceback"):
+        assert part in record.getMessage()
 
 
 def test_an_example_of_one_row_does_not_hide_a_dependence(tmp_path: Path) -> None:
@@ -244,3 +241,74 @@ def test_an_example_of_one_row_does_not_hide_a_dependence(tmp_path: Path) -> Non
     _write_example(tmp_path, x=torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
     with pytest.raises(ConfigError, match="for a row alone"):
         warmup.run(engine(build.config(tmp_path), lambda x: x - x.mean(0)))
+
+
+_RNN = nn.GRU(4, 4)  # its first dimension is the time
+_GAPS = 'backend: "pytorch_py"\n# max_batch_size: 8\nmax_batch_size: 0\n'
+_WRITTEN = 'backend: "pytorch_py"\nmax_batch_size: 8\n'
+_DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x - x.mean(0),
+    "sum": lambda x: x.cumsum(0),
+    "last": lambda x: x + x[-1:],
+    "one value": lambda x: x[:, 0] - x[:, 0].mean(),
+    "recurrent": lambda x: _RNN(x[:, None])[0][:, 0],
+    "infinite": lambda x: x / (x.shape[0] > 1),
+}
+_INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": lambda x: x.softmax(-1),
+    "random": lambda x: x + torch.rand(x.shape),
+    "rounded": lambda x: x.bfloat16().softmax(-1).float() + 1e-3 * x.shape[0],
+    "integers": lambda x: (x > x.mean(0)).long(),
+    "empty": lambda x: x[:, :0],
+    "padded": lambda x: torch.nn.functional.pad(x, (0, x.shape[0])),
+    "writes into its inputs": lambda x: x.add_(1),
+    "refuses other sizes": lambda x: x if x.shape[0] > 1 else x[5],
+}
+
+
+def _call(forward: Callable[[Tensor], Tensor]) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
+    """Return what computes the outputs of one item, as an engine does."""
+
+    def call(items: Sequence[Item]) -> Sequence[Outcome]:
+        try:
+            with torch.no_grad():
+                return [{"y": forward(torch.as_tensor(items[0]["x"]))}]
+        except IndexError as error:
+            return [ForwardError(error)]
+
+    return call
+
+
+@pytest.mark.parametrize("name", _DEPENDENT)
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_rows_that_depend_on_each_other(
+    name: str, dynamic: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No load if auto-completion chose the batch; a warning for dynamic batching; else nothing."""
+    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    config = build.config(tmp_path, dynamic_batching=dynamic)
+    with pytest.raises(ConfigError, match=r"'y' for a row alone .* or max_batch_size: 8"):
+        warmup.check_rows(config, _call(_DEPENDENT[name]), {}, 7)
+    (tmp_path / "config.pbtxt").write_text(_WRITTEN)
+    caplog.clear()
+    warmup.check_rows(config, _call(_DEPENDENT[name]), {}, 7)
+    assert ["Triton batches those of all clients" in text for text in caplog.messages] == (
+        [True] if dynamic else []
+    )
+
+
+@pytest.mark.parametrize("name", _INDEPENDENT)
+def test_rows_that_may_be_batched(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    warmup.check_rows(build.config(tmp_path), _call(_INDEPENDENT[name]), {}, 7)
+    assert not caplog.messages
+
+
+def test_values_that_may_jump(tmp_path: Path) -> None:
+    """A small difference changes some values of a mask or an order completely."""
+    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    config = build.config(tmp_path, inputs=(build.spec("x", dims=(1000,)),))
+    call = _call(lambda x: (x + 1e-3 * x.shape[0] > 0.5).float())
+    warmup.check_rows(config, call, {}, 7)
