@@ -71,9 +71,7 @@ class Supervised:
         return server
 
     def prefix(self) -> str:
-        match = re.search(r"shm-region-prefix-name=(\S+)", living.command(self.triton()))
-        assert match
-        return match[1]
+        return prefix(self.triton())
 
     def stubs(self, model: str) -> list[psutil.Process]:
         return [
@@ -200,6 +198,13 @@ def until(what: Callable[[], Any], served: Supervised) -> Any:
             return value
         time.sleep(0.1)
     raise AssertionError(served.text[-20000:])
+
+
+def prefix(triton: psutil.Process) -> str:
+    """The start of the names of a tritonserver's shared memory."""
+    match = re.search(r"shm-region-prefix-name=(\S+)", living.command(triton))
+    assert match
+    return match[1]
 
 
 def regions(prefix: str) -> list[Path]:

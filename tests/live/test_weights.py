@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -77,29 +76,19 @@ def test_instances_load_in_turn_and_share_their_weights(tmp_path: Path) -> None:
         assert sum(one.pss for one in weights) <= 1.1 * size
         assert all(one.rss >= 0.9 * size for one in weights)
         assert all(one.private_dirty == 0 for one in weights)
-        assert len(_regions(server)) > _INSTANCES
+        prefix = supervised.prefix(psutil.Process(server.process.pid))
+        assert len(supervised.regions(prefix)) > _INSTANCES
         client.unload_model("wide")
-        # Triton reaps a process before it gives back what they shared.
-        until(lambda: not _instances(server) and len(_regions(server)) == 1, _SECONDS)
+        # Triton reaps a process before it gives back what they shared; its owner's file stays.
+        until(lambda: not living.descendants(server.process.pid), _SECONDS)
+        until(lambda: len(supervised.regions(prefix)) == 1, _SECONDS)
         assert [path.name for path in own.iterdir()] == ["locks"]
     counts = (tmp_path / "counts").read_text().split()
     assert counts == ["1"] * _INSTANCES
 
 
-def _instances(server: Server) -> list[psutil.Process]:
-    """Processes of the model that live; Triton reaps the others when it likes to."""
-    return living.descendants(server.process.pid)
-
-
-def _regions(server: Server) -> set[str]:
-    """Shared memory under the prefix that this server was given, and the file of its owner."""
-    words = living.command(psutil.Process(server.process.pid))
-    prefix = re.search(r"shm-region-prefix-name=(\S+)", words)
-    assert prefix is not None
-    return {path.name for path in supervised.regions(prefix[1])}
-
-
 def _mapped(server: Server, path: Path) -> list[Any]:
     """What each instance has mapped of a file, in bytes."""
-    maps = [one for process in _instances(server) for one in process.memory_maps(grouped=True)]
+    processes = living.descendants(server.process.pid)
+    maps = [one for process in processes for one in process.memory_maps(grouped=True)]
     return [one for one in maps if one.path == str(path)]
