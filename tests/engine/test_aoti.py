@@ -14,7 +14,6 @@ import command_line
 import pytest
 import safetensors.torch
 import torch
-import torch._inductor.config
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.config import model_config, threads
@@ -73,7 +72,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     safetensors.torch.save_file(state, folder / "1" / "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child_process, "run", command_line.here)
-        patch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # a build would tell
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
         loaded(folder).close()
     return folder
