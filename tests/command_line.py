@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
-import json
 import subprocess
 import sys
-import traceback
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from torch_py_backend.cli import app
-from torch_py_backend.errors import BackendError, LoadError
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -37,26 +31,6 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         except SystemExit as end:
             code = int(end.code or 0)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
-
-
-def here(task: str, arguments: Mapping[str, Any], *rest: object, **_: object) -> Any:
-    """Run a task of `child_process.run` in this process, which need not import torch again."""
-    module, function = task.split(":")
-    path, modules = list(sys.path), set(sys.modules)
-    try:
-        sent = json.loads(json.dumps(arguments))
-        result = getattr(importlib.import_module(module), function)(**sent)
-        return json.loads(json.dumps(result))
-    except BackendError as error:
-        refusal = LoadError(str(error))
-        refusal.traceback = error.traceback or traceback.format_exc()
-        raise refusal from None
-    finally:
-        sys.path[:] = path
-        folder = str(arguments["arguments"]["model_repository"])
-        for name in sys.modules.keys() - modules:  # torch cannot be imported twice
-            if str(getattr(sys.modules[name], "__file__", None)).startswith(folder):
-                del sys.modules[name]
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import hypothesis
 import pytest
-from fixtures import dynamo, imports, no_collector, process
+from fixtures import dynamo, here, imports, no_collector, process
 from xdist.scheduler import LoadScopeScheduling
 
 from torch_py_backend.processes import private_files
 
-__all__ = ["dynamo", "imports", "no_collector", "process"]
+__all__ = ["dynamo", "here", "imports", "no_collector", "process"]
 
 # The same examples in every run, no time limit of its own: pytest's ends what hangs.
 hypothesis.settings.register_profile(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import json
 import locale
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import fake_triton
@@ -20,6 +24,8 @@ sys.modules.setdefault("triton_python_backend_utils", fake_triton)
 
 from torch_py_backend import adapter, composition  # noqa: E402  after the fake
 from torch_py_backend.adapter import TritonPythonModel  # noqa: E402
+from torch_py_backend.errors import BackendError, LoadError  # noqa: E402
+from torch_py_backend.processes import child_process  # noqa: E402
 
 
 @pytest.fixture
@@ -97,3 +103,29 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     torch._C._jit_set_profiling_mode(True)
     torch._C._set_graph_executor_optimize(True)
     package.setLevel(level)
+
+
+def run_here(task: str, arguments: Mapping[str, Any], *rest: object, **_: object) -> Any:
+    """Run a task of `child_process.run` in this process, which need not import torch again."""
+    module, function = task.split(":")
+    path, modules = list(sys.path), set(sys.modules)
+    try:
+        sent = json.loads(json.dumps(arguments))
+        result = getattr(importlib.import_module(module), function)(**sent)
+        return json.loads(json.dumps(result))
+    except BackendError as error:
+        refusal = LoadError(str(error))
+        refusal.traceback = error.traceback or traceback.format_exc()
+        raise refusal from None
+    finally:
+        sys.path[:] = path
+        folder = str(arguments["arguments"]["model_repository"])
+        for name in sys.modules.keys() - modules:  # torch cannot be imported twice
+            if str(getattr(sys.modules[name], "__file__", None)).startswith(folder):
+                del sys.modules[name]
+
+
+@pytest.fixture
+def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that a child process would try, as a config is completed, are loaded in this one."""
+    monkeypatch.setattr(child_process, "run", run_here)

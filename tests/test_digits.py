@@ -7,7 +7,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import command_line
 import instances
 import numpy as np
 import pytest
@@ -23,8 +22,6 @@ from instances import Served
 from PIL import Image
 from scenarios import Refused
 
-from torch_py_backend.processes import child_process
-
 _EXAMPLES = Path(__file__).parents[1] / "examples" / "model_repository"
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -35,12 +32,8 @@ def digits() -> Digits:
 
 
 @pytest.fixture
-def serve(
-    tmp_path: Path, process: None, imports: None, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], Served]:
-    """Start a model; what completes a config does so in this process."""
-    monkeypatch.setattr(child_process, "run", command_line.here)
-
+def serve(tmp_path: Path, here: None, imports: None) -> Callable[[str], Served]:
+    """Start a model."""
     return lambda name: instances.copied(tmp_path, _EXAMPLES / name)
 
 

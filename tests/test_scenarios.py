@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import command_line
 import fake_triton
 import instances
 import kinds
@@ -20,7 +19,6 @@ import torch
 from scenarios import Call, Refused, Scenario, assert_close
 
 from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.processes import child_process
 
 _TABLE = scenarios.TABLE + kinds.TABLE + registered.TABLE + streamed.REFUSED
 # On a server only: what takes inductor's time, or ends a process, is run here by the tests of
@@ -36,11 +34,8 @@ _UNREADABLE = Call({}, Refused(400, ()))
 
 
 @pytest.mark.parametrize("scenario", _ROWS, ids=lambda row: row.name)
-def test_scenario(
-    scenario: Scenario, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scenario(scenario: Scenario, tmp_path: Path, here: None) -> None:
     """Requests have the same answers alone, in a batch, and beside one that cannot be read."""
-    monkeypatch.setattr(child_process, "run", command_line.here)
     model = TritonPythonModel()
     folder = scenario.lay_out(tmp_path)
     if _OPTIMIZE:

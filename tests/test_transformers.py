@@ -15,7 +15,6 @@ from instances import Served
 from scenarios import Scenario, config
 
 from torch_py_backend.config import pbtxt
-from torch_py_backend.processes import child_process
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -70,10 +69,8 @@ def test_init_gives_a_classifier_texts_or_padded_tokens_and_its_labels(
     flags: tuple[str, ...],
     inputs: list[str],
     tmp_path: Path,
-    process: None,
-    monkeypatch: pytest.MonkeyPatch,
+    here: None,
 ) -> None:
-    monkeypatch.setattr(child_process, "run", command_line.here)
     words = tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "film": 2}, "[UNK]")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(words), pad_token="[PAD]"

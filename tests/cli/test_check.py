@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import command_line
 import models
 import pytest
 import refused_configs
@@ -17,7 +16,6 @@ from command_line import run, tree
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.processes import child_process
 
 # `cli.check` is the command; other functions are in the module of the same name.
 check = importlib.import_module("torch_py_backend.cli.check")
@@ -69,11 +67,6 @@ def _lay_out(repository: Path, *names: str) -> Path:
         config, source, _ = _MODELS[name]
         scenarios.Scenario(name, scenarios.text(source), config).lay_out(repository)
     return repository
-
-
-@pytest.fixture
-def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "run", command_line.here)
 
 
 def test_a_repository(here: None, tmp_path: Path) -> None:

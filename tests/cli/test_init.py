@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import build
-import command_line
 import kinds
 import models
 import pytest
@@ -22,15 +21,9 @@ from command_line import run, tree
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.model_folders import artifact_files
-from torch_py_backend.processes import child_process
 
+pytestmark = pytest.mark.usefixtures("here")
 _INPUT = "--input=x:FP32:4"
-
-
-@pytest.fixture(autouse=True)
-def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the models in this process."""
-    monkeypatch.setattr(child_process, "run", command_line.here)
 
 
 def _init(folder: Path, *arguments: str) -> str:

@@ -6,13 +6,11 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import command_line
 import documentation
 import pytest
 import walkthrough
 
 from torch_py_backend import local_server
-from torch_py_backend.processes import child_process
 
 pytestmark = pytest.mark.server
 
@@ -20,9 +18,8 @@ _PAGES = [page for page in documentation.PAGES if walkthrough.followed(page)]
 
 
 @pytest.fixture(autouse=True)
-def _here(process: None, imports: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(here: None, imports: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that commands try and that code serves are loaded in this process."""
-    monkeypatch.setattr(child_process, "run", command_line.here)
     monkeypatch.setattr(local_server, "serve", walkthrough.ServedHere)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import build
-import command_line
+import fixtures
 import pytest
 import safetensors.torch
 import torch
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = {name: torch.rand(size) for name, size in sizes.items()}
     safetensors.torch.save_file(state, folder / "1" / "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child_process, "run", command_line.here)
+        patch.setattr(child_process, "run", fixtures.run_here)
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
         loaded(folder).close()
     return folder

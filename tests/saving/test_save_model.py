@@ -26,18 +26,12 @@ from torch.export import Dim
 from torch_py_backend import save_model
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import LoadError, SaveError, ToolError
-from torch_py_backend.processes import child_process
 from torch_py_backend.saving import image_hooks, module_files
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-
-@pytest.fixture(autouse=True)
-def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "run", command_line.here)
-
-
+pytestmark = pytest.mark.usefixtures("here")
 _X = torch.rand(2, 4)
 _TWO = {"model_kwargs": {"width": 2}}
 _NO_BATCH = {"max_batch_size": 0}
