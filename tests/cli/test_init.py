@@ -146,7 +146,7 @@ def test_outputs_and_batch_are_found_by_a_trial_and_a_request_to_paste_is_printe
     source = b"def forward(x, large, texts: list[str], flag):\n    return x, x[..., 0]\n"
     one_row = b"def forward(x):\n    rows, columns = x.shape\n    return x.sum().reshape(1)\n"
     _write(tmp_path, {"net.py": source, "one.py": one_row})
-    inputs = ["x:FP32:-1", "large:FP32:300", "texts:BYTES:1", "flag:BOOL:"]
+    inputs = ["x:FP32:-1", "large:FP32:300", "texts:STRING:1", "flag:BOOL:"]
     printed = _init(tmp_path, "net.py", *(f"--input={text}" for text in inputs))
     described = "x [-1], large [300], texts STRING [1], flag BOOL [] → OUTPUT__0 [-1], OUTPUT__1 []"
     assert build.described(pbtxt.read(tmp_path / "net")) == f"{described} (8)"

@@ -102,7 +102,7 @@ def _parse_input(text: str) -> JsonObject:
     """Return the entry of config.pbtxt for NAME:TYPE:DIMS."""
     try:
         name, datatype, dims = text.rsplit(":", 2)
-        data_type = dtypes.from_triton(datatype).config
+        data_type = dtypes.from_triton(datatype.replace("STRING", "BYTES")).config
         sizes = [int(size) for size in dims.split("x") if size]
     except (ValueError, KeyError):
         types = ", ".join(dtype.triton for dtype in dtypes.TABLE)

@@ -128,7 +128,7 @@ class HookedPipeline:
             raise OutputError(
                 "preprocess() returned other names or shapes for other rows of one request",
                 expected="the same for each",
-                cure="Or write collate(), which makes a batch of them.",
+                cure="Pad them in preprocess_batch(), or make a batch of them in collate().",
             )
         return item | {ROWS: values.objects(prepared)}
 
