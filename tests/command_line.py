@@ -13,12 +13,17 @@ import pytest
 from torch_py_backend.cli import app
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command; return its exit code, and what it printed through Python's streams."""
+def run(
+    *arguments: str, cwd: Path | None = None, terminal: io.TextIOWrapper | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command; return its exit code, and what it printed through Python's streams.
+
+    A terminal takes standard output instead.
+    """
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
+        contextlib.redirect_stdout(terminal or out),
         contextlib.redirect_stderr(err),
     ):
         patch.setattr(sys, "argv", ["torch-py-backend", *arguments])

@@ -33,9 +33,7 @@ def test_a_message_says_what_was_found_and_expected_and_what_to_do() -> None:
     with pytest.raises(ModelError) as raised, errors.about("digits"):
         raise ModelError("no part.", cure="Go.")
     assert str(raised.value) == "model 'digits': no part. Go."
-
-
-def test_an_error_about_no_model_or_a_called_one_does_not_get_the_name() -> None:
+    # One about no model, or about a called one, does not get the name.
     for error in (errors.ToolError("no folder."), errors.CallError("other", "it answers: no.")):
         assert errors.named("digits", error) == str(error)
 

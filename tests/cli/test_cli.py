@@ -12,7 +12,6 @@ from supervised import PORTS
 
 from torch_py_backend import __version__
 from torch_py_backend.__main__ import main
-from torch_py_backend.cli import app
 
 
 def test_version() -> None:
@@ -25,16 +24,11 @@ def test_without_a_package_of_the_command_line(monkeypatch: pytest.MonkeyPatch) 
         main()
 
 
-def test_names_that_the_terminal_cannot_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     (tmp_path / "→").mkdir()
     (tmp_path / "→" / "config.pbtxt").write_text('backend: "python"')
     terminal = io.TextIOWrapper(io.BytesIO(), "latin-1")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(sys, "argv", ["torch-py-backend", "check", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        app()
+    run("check", str(tmp_path), terminal=terminal)
     terminal.seek(0)
     assert terminal.read().startswith("SKIPPED \\u2192: served by python\n")
 

@@ -6,7 +6,6 @@ import importlib
 import io
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 from command_line import fake_tritonserver
 from supervised import PORTS
 
-from torch_py_backend.cli import app
 from torch_py_backend.server import serving, tritonserver
 from torch_py_backend.server.supervisor import Event
 
@@ -55,14 +53,10 @@ def test_endpoints_open_to_the_network_are_noted(
     assert exposed in done.stdout
 
 
-def test_a_full_disk_does_not_end_the_server(
-    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["torch-py-backend", *arguments])
+def test_a_full_disk_does_not_end_the_server(arguments: tuple[str, ...]) -> None:
     with Path("/dev/full").open("wb", buffering=0) as file:
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, write_through=True))
-        with pytest.raises(SystemExit, match="0"):
-            app()
+        full = io.TextIOWrapper(file, write_through=True)
+        assert command_line.run(*arguments, terminal=full).returncode == 0
 
 
 def test_orphans_in_a_container_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:

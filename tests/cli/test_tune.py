@@ -25,9 +25,7 @@ _DECOUPLED = f"{_CONFIG}model_transaction_policy {{ decoupled: true }}"
 _SETTING = 'parameters {{ key: "OPTIMIZE" value {{ string_value: "{}" }} }}\n'
 
 
-def _tune(
-    folder: Path, patch: pytest.MonkeyPatch, *options: str, text: str = _CONFIG, **given: Any
-) -> str:
+def _tune(folder: Path, *options: str, text: str = _CONFIG, **given: Any) -> str:
     """Return what is printed. The speed and the error are those of `freeze`."""
 
     def run(task: str, arguments: dict[str, Any], _seconds: float, *, quiet: bool) -> Any:
@@ -48,18 +46,17 @@ def _tune(
             "error": given.get("error", 0.0) if is_fast else 0.0,
         }
 
-    patch.setattr(child_process, "run", run)
     (folder / "net" / "1").mkdir(parents=True, exist_ok=True)
     (folder / "net" / "config.pbtxt").write_text(text)
-    done = command_line.run("tune", *options, str(folder / "net"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_process, "run", run)
+        done = command_line.run("tune", *options, str(folder / "net"))
     assert (folder / "net" / "config.pbtxt").read_text() == text
     return done.stdout + done.stderr
 
 
-def test_options_of_the_fastest_are_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    printed = _tune(tmp_path, monkeypatch, text=_CONFIG + _SETTING.format("none"))
+def test_options_of_the_fastest_are_printed(tmp_path: Path) -> None:
+    printed = _tune(tmp_path, text=_CONFIG + _SETTING.format("none"))
     header, _, *rows = printed.splitlines()
     assert "batches of 2 rows" in header
     assert [row.split()[:2] for row in rows[:3]] == [
@@ -86,13 +83,8 @@ def test_options_of_the_fastest_are_printed(
     ],
 )
 def test_what_suits_the_model_is_tried_and_what_is_faster_and_right_is_named(
-    options: str,
-    settings: dict[str, Any],
-    says: str,
-    does_not_say: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    options: str, settings: dict[str, Any], says: str, does_not_say: str, tmp_path: Path
 ) -> None:
-    printed = _tune(tmp_path, monkeypatch, *options.split(), **settings)
+    printed = _tune(tmp_path, *options.split(), **settings)
     assert says in printed
     assert does_not_say not in printed

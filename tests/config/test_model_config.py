@@ -153,15 +153,15 @@ def test_conflict_fails_the_load_but_not_the_completion(settings: str, message: 
     named(settings, complete=False)
 
 
-_ACCEPTED = {
-    "graphs + buckets": "GPU",
-    "pad + state y": "CPU",
-    "not compiled + shared + stream": "CPU",
-    "compiled + batch_input": "CPU",
-}
-
-
-@pytest.mark.parametrize(("settings", "kind"), _ACCEPTED.items())
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ("graphs + buckets", "GPU"),
+        ("pad + state y", "CPU"),
+        ("not compiled + shared + stream", "CPU"),
+        ("compiled + batch_input", "CPU"),
+    ],
+)
 def test_accepted_combination(settings: str, kind: str) -> None:
     assert named(settings, kind).kind == kind
 

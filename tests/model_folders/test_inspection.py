@@ -24,6 +24,7 @@ _SIZES = {
     "data_type": "TYPE_INT32",
     "source_input": ["x"],
 }
+_COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 _RAGGED = {"input": [_X | {"allow_ragged_batch": True}], "batch_input": [_SIZES]}
 
 pytestmark = pytest.mark.usefixtures("process", "imports")
@@ -79,20 +80,17 @@ def test_report_says_what_the_model_takes_and_gives(name: str, says: str, tmp_pa
     assert command_line.tree(tmp_path) == before
 
 
-def test_report_has_the_options_and_the_warnings_of_the_load(tmp_path: Path) -> None:
-    document = {"input": [_X | {"name": "a"}], "parameters": _parameters(NUM_THREADS="1")}
-    report = inspection.inspect(_arguments(tmp_path, "return x", **document))
-    assert (report["options"], report["threads"][0]) == ({"NUM_THREADS": 1}, 1)
+def test_report_has_the_options_the_warnings_and_the_graphs_of_the_load(tmp_path: Path) -> None:
+    torch._dynamo.utils.counters.clear()  # of other tests in this process
+    parameters = _parameters(NUM_THREADS="1", **{_COMPILE: '{"backend": "eager"}'})
+    document = {"input": [_X | {"name": "a"}], "parameters": parameters}
+    report = inspection.inspect(_arguments(tmp_path, "return x + 1", **document))
+    assert report["options"] == {"NUM_THREADS": 1, _COMPILE: {"backend": "eager"}}
+    assert report["threads"][0] == 1
+    assert re.fullmatch(r"2 graphs; the load took \d+\.\d s", report["compiled"])
     assert report["inputs"] == ["a FP32 [4] → x"]
     (warning,) = report["warnings"]
     assert f"the input names a are not all arguments of {report['signature']}" in warning
-
-
-def test_report_says_what_was_compiled(tmp_path: Path) -> None:
-    torch._dynamo.utils.counters.clear()  # of other tests in this process
-    parameters = _parameters(TORCH_COMPILE_OPTIONAL_PARAMETERS='{"backend": "eager"}')
-    report = inspection.inspect(_arguments(tmp_path, "return x + 1", parameters=parameters))
-    assert re.fullmatch(r"2 graphs; the load took \d+\.\d s", report["compiled"])
 
 
 def test_model_that_loads_and_cannot_run_is_refused(tmp_path: Path) -> None:

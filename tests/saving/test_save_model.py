@@ -17,7 +17,6 @@ import models
 import numpy as np
 import pytest
 import safetensors.torch
-import saved
 import torch
 from PIL import Image
 from torch import nn
@@ -57,16 +56,16 @@ _TOKENS = "ids INT64 [-1] → OUTPUT__0 [-1, 20], OUTPUT__1 INT64 [] (8)"
 # Formats, a module, its example and other options, and the config.
 _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], str], ...] = (
     (_BOTH, models.Affine, _X[:1], {"max_batch_size": 32}, "x [4] → OUTPUT__0 [3] (32)"),
-    (_BOTH, saved.Total, {"x": _X}, {}, "x [2, 4] → OUTPUT__0 [1] (0)"),
-    (_SOURCE_BY_DEFAULT, saved.Running, _X[:1], _NO_BATCH, "x [1, 4] → OUTPUT__0 [1, 4] (0)"),
+    (_BOTH, models.Total, {"x": _X}, {}, "x [2, 4] → OUTPUT__0 [1] (0)"),
+    (_SOURCE_BY_DEFAULT, models.Running, _X[:1], _NO_BATCH, "x [1, 4] → OUTPUT__0 [1, 4] (0)"),
     (_SOURCE, models.Negate, torch.tensor(1.0), {}, "x [1] → OUTPUT__0 [1] (0)"),
     (_SOURCE_BY_DEFAULT, lambda: models.Affine(2), _X[:, :2], _TWO, "x [2] → OUTPUT__0 [3] (8)"),
     (_PROGRAM_BY_DEFAULT, lambda: models.Affine(2), _X[:, :2], {}, "x [2] → OUTPUT__0 [3] (8)"),
     (_PROGRAM_BY_DEFAULT, lambda: nn.Linear(4, 3), _X, {}, "input [4] → OUTPUT__0 [3] (8)"),
-    (_PROGRAM, saved.InPlace, _X, {}, "x [4] → OUTPUT__0 [4] (8)"),
-    (_BOTH, saved.Nested, (_X, {"bias": _X}, (_X, _X)), {}, _NESTED),
-    (_SOURCE, saved.Keys, (_KEYS,), {}, "a [4], b [3] → double [4], first [1] (8)"),
-    (_BOTH, saved.Tied, _IDS, _DYNAMIC, _TOKENS),
+    (_PROGRAM, models.InPlace, _X, {}, "x [4] → OUTPUT__0 [4] (8)"),
+    (_BOTH, models.Nested, (_X, {"bias": _X}, (_X, _X)), {}, _NESTED),
+    (_SOURCE, models.Keys, (_KEYS,), {}, "a [4], b [3] → double [4], first [1] (8)"),
+    (_BOTH, models.Tied, _IDS, _DYNAMIC, _TOKENS),
 )
 
 
@@ -130,8 +129,8 @@ _classifier = partial(_bert, "BertForSequenceClassification")
 
 
 _TEXTS = {"hooks": models.Measure, "example_inputs": {"text": ["a", "longer"]}}
-_BYTES = {"hooks": saved.Bytes, "example_inputs": {"data": [b"\x00\xff\x10\x80"]}}
-_LABELS = {"hooks": saved.Labels, "example_inputs": {"text": ["a", "a b"]}}
+_BYTES = {"hooks": models.Bytes, "example_inputs": {"data": [b"\x00\xff\x10\x80"]}}
+_LABELS = {"hooks": models.Labels, "example_inputs": {"text": ["a", "a b"]}}
 _ANY_LENGTH = "last_hidden_state [-1, 16], pooler_output [16]"
 
 
@@ -230,7 +229,7 @@ def test_model_without_a_tokenizer_takes_tokens_and_returns_no_cache(tmp_path: P
 
 
 _FLOAT = (_X, {"bias": 1.0}, (_X, _X))
-_HOOKED = {"hooks": saved.Bytes, "example_inputs": {"data": [bytes(4)]}}
+_HOOKED = {"hooks": models.Bytes, "example_inputs": {"data": [bytes(4)]}}
 _OTHER = {"model_kwargs": {"factor": 3}}
 _MODULE, _ONE = {"format": "module"}, {"example_inputs": _X[:1]}
 
@@ -241,18 +240,18 @@ _MODULE, _ONE = {"format": "module"}, {"example_inputs": _X[:1]}
     [
         (models.Affine(), {"example_inputs": None}, SaveError, "is a NoneType; expected valid"),
         (models.Affine(), {"example_inputs": _X[:, :2]}, RuntimeError, "mat1 and mat2"),
-        (saved.Nested(), {"example_inputs": _FLOAT}, SaveError, r"\[bias\]' .* is a float"),
-        (saved.Total(), {"max_batch_size": 4}, LoadError, "output 'OUTPUT__0' is float32"),
-        (saved.Running(), _ONE | _MODULE, LoadError, "rows that do not depend on each other"),
+        (models.Nested(), {"example_inputs": _FLOAT}, SaveError, r"\[bias\]' .* is a float"),
+        (models.Total(), {"max_batch_size": 4}, LoadError, "output 'OUTPUT__0' is float32"),
+        (models.Running(), _ONE | _MODULE, LoadError, "rows that do not depend on each other"),
         (models.Affine(), {"hooks": models.Measure}, SaveError, "expected a dict of the inputs"),
         (models.Affine(), _HOOKED | {"hooks": type("Own", (), {})}, SaveError, "file and import"),
         (models.Affine(), _HOOKED | {"format": "export"}, SaveError, r"write hooks\.py"),
         (torch.jit.script(models.Affine()), {}, SaveError, "is a RecursiveScriptModule. .* init"),
         (models.Affine(), {"format": "torchscript"}, SaveError, "one of module, .* Use format="),
         (models.Affine(), {"processor": object()}, SaveError, "expected a tokenizer or an image"),
-        (saved.Branches(2.0), {}, RuntimeError, "(?s)data-dependent.*torch.export"),
-        (saved.Branches(2.0), _MODULE, LoadError, "missing 1 required .*'factor'. .*KWARGS"),
-        (saved.Branches(2.0), _MODULE | _OTHER, LoadError, "'OUTPUT__0' differs .*model_kwargs"),
+        (models.Branches(2.0), {}, RuntimeError, "(?s)data-dependent.*torch.export"),
+        (models.Branches(2.0), _MODULE, LoadError, "missing 1 required .*'factor'. .*KWARGS"),
+        (models.Branches(2.0), _MODULE | _OTHER, LoadError, "'OUTPUT__0' differs .*model_kwargs"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_written(
@@ -275,7 +274,7 @@ def test_folder_is_replaced_only_on_request_by_a_good_model_and_a_terminal_shows
     with pytest.raises(ToolError, match=r"exists already; choose .*\(in Python: overwrite=True"):
         save_model(models.Negate(), folder, example_inputs=_X)
     with pytest.raises(LoadError, match="its answers are not random"):
-        save_model(saved.Random(), folder, example_inputs=_X, format="module", overwrite=True)
+        save_model(models.Random(), folder, example_inputs=_X, format="module", overwrite=True)
     assert command_line.tree(folder) == before
     assert [*folder.parent.iterdir()] == [folder]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
