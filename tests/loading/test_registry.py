@@ -52,8 +52,7 @@ def store_script(folder: Path) -> None:
 
 
 def store_program(folder: Path) -> None:
-    program = torch.export.export(nn.Linear(2, 3), (torch.rand(4, 2),))
-    torch.export.save(program, build.write(folder, "model.pt2", ""))
+    export(folder, nn.Linear(2, 3), torch.rand(4, 2))
 
 
 @pytest.mark.parametrize("store", [store_module, store_script])

@@ -14,6 +14,7 @@ import instances
 import pytest
 import torch
 
+from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import LoadError
 from torch_py_backend.model_folders import inspection, tuning
 
@@ -53,10 +54,6 @@ def test_figures_are_of_one_row_and_of_a_full_batch_and_the_error_relative(
     assert min(*figures.pop("gains"), *figures.values()) > 0
 
 
-def _parameters(**values: str) -> dict[str, Any]:
-    return {key: {"string_value": value} for key, value in values.items()}
-
-
 _STATES = "written BYTES [1]; told BYTES [1]; new_pages BYTES [1] (state); new_story"
 
 
@@ -82,7 +79,7 @@ def test_report_says_what_the_model_takes_and_gives(name: str, says: str, tmp_pa
 
 def test_report_has_the_options_the_warnings_and_the_graphs_of_the_load(tmp_path: Path) -> None:
     torch._dynamo.utils.counters.clear()  # of other tests in this process
-    parameters = _parameters(NUM_THREADS="1", **{_COMPILE: '{"backend": "eager"}'})
+    parameters = pbtxt.parameters({"NUM_THREADS": "1", _COMPILE: {"backend": "eager"}})
     document = {"input": [_X | {"name": "a"}], "parameters": parameters}
     report = inspection.inspect(_arguments(tmp_path, "return x + 1", **document))
     assert report["options"] == {"NUM_THREADS": 1, _COMPILE: {"backend": "eager"}}
@@ -97,5 +94,6 @@ def test_model_that_loads_and_cannot_run_is_refused(tmp_path: Path) -> None:
     given = _arguments(tmp_path, "return x.missing")
     with pytest.raises(LoadError, match="missing"):
         inspection.inspect(given)
-    given = _arguments(tmp_path, "return x.missing", parameters=_parameters(WARMUP="off"))
+    parameters = pbtxt.parameters({"WARMUP": "off"})
+    given = _arguments(tmp_path, "return x.missing", parameters=parameters)
     assert inspection.inspect(given)["options"]["WARMUP"] is False
