@@ -1,4 +1,4 @@
-"""Processes with which a test exchanges lines; all are killed at its end."""
+"""Processes with which a test exchanges lines; all are killed at its end. What waits for others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch_py_backend.processes import instance_status
 
@@ -39,6 +40,16 @@ def settle(folder: Path, **variables: str) -> None:
     """Use a folder for temporary files, and environment variables, in a process of `FORKS`."""
     os.environ.update(variables, TMPDIR=str(folder))
     tempfile.tempdir = None
+
+
+def until(what: Callable[[], Any], told: Callable[[], str] = str, seconds: float = 240) -> Any:
+    """Wait until it returns something, and return that; else the error has what is `told`."""
+    deadline, pause = time.monotonic() + seconds, 0.01
+    while not (value := what()):
+        assert time.monotonic() < deadline, told()[-20000:]
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.1)
+    return value
 
 
 class Child:
@@ -97,11 +108,8 @@ def starting(folder: Path) -> Iterator[Start]:
         yield start
     finally:
         for child in started:
-            child.kill()
-            for stream in (child.process.stdin, child.process.stdout):
-                assert stream is not None
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+            with contextlib.suppress(BrokenPipeError), child.process:
+                child.kill()
 
 
 _PUBLISH = """
@@ -128,11 +136,11 @@ def instance(
     model: str = "m",
     limit: int = 0,
     mark: bool = True,
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[Child]:
     """Run a process that publishes a status with the code `what`, and then runs `then`."""
     variables = {instance_status.VARIABLE: str(folder)} if mark else {}
     with starting(folder) as start:
         code = _PUBLISH.format(what=what, then=then)
         child = start(code, folder, model, limit, *words, **variables)
         assert child.hear() == "published"
-        yield child.process
+        yield child

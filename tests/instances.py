@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,10 +101,3 @@ def check_refusal(error: Any, expected: Refused) -> None:
 
 def logged(level: str = "error") -> list[str]:
     return [text for logged_level, text in fake_triton.Logger.lines if logged_level == level]
-
-
-def until(happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
 from collections.abc import Iterable
 from typing import Any
 
 import psutil
+from children import until
 
 
 def ended(process: psutil.Process) -> bool:
@@ -27,21 +27,8 @@ def left(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if not ended(process)]
 
 
-def all_end(processes: Iterable[psutil.Process]) -> bool:
-    deadline = time.monotonic() + 120
-    while left(processes):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def pid_ends(pid: int) -> bool:
-    """Return whether a process ends soon, or has ended."""
-    try:
-        return all_end([psutil.Process(pid)])
-    except psutil.NoSuchProcess:
-        return True
+def wait(processes: Iterable[psutil.Process]) -> None:
+    until(lambda: not left(processes))
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -7,8 +7,7 @@ import os
 import queue
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ import scenarios
 import torch
 import tritonclient.grpc
 import tritonclient.http
+from children import until
 from scenarios import Call, Refused, assert_close
-from supervised import EXIT
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from torch_py_backend.server import serving as supervision
@@ -30,6 +29,8 @@ from torch_py_backend.server.client import ModelState
 from torch_py_backend.server.tritonserver import Server
 
 _LONGEST_S = 540
+# How long Triton waits for open connections, and for instances that do not answer.
+EXIT = "--exit-timeout-secs=5"
 # A port that is free here may be the one that a server of another process will have in a moment.
 _ADDRESS = f"127.0.0.{2 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw'))}"
 _GRPC = {
@@ -61,13 +62,6 @@ class Serving:
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
-
-
-def until(happened: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager

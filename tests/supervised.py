@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -14,17 +15,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import living
 import numpy as np
 import psutil
 import tritonclient.grpc
 import tritonclient.http
+from children import until
+from serving import EXIT, infer_inputs
+from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.processes import instance_status
 from torch_py_backend.processes.instance_status import InstanceState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _SERVE = "from torch_py_backend.cli import app; app()"
 # Free ones.
@@ -33,9 +41,6 @@ _SERVING = re.compile(
     r"(?:serving|listening) on http://(\S+) and grpc://(\S+);"
     r" metrics on http://(\S+)/metrics, readiness on http://(\S+)/ready"
 )
-# How long Triton waits for open connections, and for instances that do not answer.
-EXIT = "--exit-timeout-secs=5"
-LONGEST_S = 240.0
 
 
 class Supervised:
@@ -57,8 +62,14 @@ class Supervised:
     def skip_log(self) -> None:
         self._start = len(self.log)
 
+    def until(self, what: Callable[[], Any]) -> Any:
+        return until(what, lambda: self.text)
+
+    def until_told(self, says: str) -> None:
+        self.until(lambda: says in self.text)
+
     def wait_loaded(self) -> None:
-        match = until(lambda: _SERVING.search(self.text), self)
+        match = self.until(lambda: _SERVING.search(self.text))
         self.http, self.grpc, self.metrics, self.health = match.groups()
 
     def family(self) -> list[psutil.Process]:
@@ -104,8 +115,14 @@ class Supervised:
         return self.ask(f"/ready/{model}")[0] == 200
 
     def infer(self, model: str, value: float, seconds: float = 60.0) -> list[float]:
+        inputs = infer_inputs(tritonclient.grpc, {"x": np.full((1, 4), value, dtype=np.float32)})
         with tritonclient.grpc.InferenceServerClient(self.grpc) as client:
-            return _infer(tritonclient.grpc, client, model, value, client_timeout=seconds)
+            result = client.infer(model, inputs, client_timeout=seconds)
+        values: list[float] = result.as_numpy("y")[0].tolist()
+        return values
+
+    def load(self, model: str) -> Load:
+        return Load(self.http, self.grpc, model)
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -118,44 +135,72 @@ def _is_triton(process: psutil.Process) -> bool:
     return False
 
 
-def _infer(module: Any, client: Any, model: str, value: float, **how: Any) -> list[float]:
-    tensor = module.InferInput("x", [1, 4], "FP32")
-    tensor.set_data_from_numpy(np.full((1, 4), value, dtype=np.float32))
-    values: list[float] = client.infer(model, [tensor], **how).as_numpy("y")[0].tolist()
-    return values
+@dataclass(frozen=True)
+class Asked:
+    """One request: when it was sent, and the answer, or how it failed."""
+
+    sent: float
+    answer: tuple[float, ...]
+    failure: str
 
 
-class Steady:
-    """A model under constant requests over both protocols; each answer is checked."""
+class Load:
+    """Clients of both protocols, each of which sends a request once the last one is answered.
 
-    def __init__(self, served: Supervised, model: str) -> None:
-        self.failures: list[str] = []
-        self.answers = 0
-        self._stop = threading.Event()
-        addresses = {tritonclient.http: served.http, tritonclient.grpc: served.grpc}
+    Each x is full of 3; every tenth is as `wide` as that.
+    """
+
+    def __init__(
+        self, http: str, grpc: str, model: str, *, count: int = 1, wide: int = 4, pause: float = 0.1
+    ) -> None:
+        self.asked: list[Asked] = []
+        self._model, self._wide, self._pause = model, wide, pause
+        self._over = threading.Event()
         self._threads = [
-            threading.Thread(target=self._ask, args=(*one, model), daemon=True)
-            for one in addresses.items()
+            threading.Thread(target=self._ask, args=one, daemon=True)
+            for one in ((tritonclient.http, http), (tritonclient.grpc, grpc)) * count
         ]
+
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
+        return self
 
-    def _ask(self, module: Any, address: str, model: str) -> None:
-        client = module.InferenceServerClient(address)
-        while not self._stop.wait(0.1):
-            try:
-                values = _infer(module, client, model, 3.0)
-                if values != [-3.0] * 4:
-                    self.failures.append(str(values))
-            except Exception as error:
-                self.failures.append(repr(error))
-            self.answers += 1
-        client.close()
-
-    def end(self) -> None:
-        self._stop.set()
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
         for thread in self._threads:
             thread.join(60)
+        assert not any(thread.is_alive() for thread in self._threads)
+
+    def _ask(self, module: Any, address: str) -> None:
+        with module.InferenceServerClient(address) as client:
+            for number in itertools.count(1):
+                if self._over.wait(self._pause):
+                    return
+                x = np.full((1, 4 if number % 10 else self._wide), 3.0, dtype=np.float32)
+                sent, answer, failure = time.monotonic(), [], ""
+                try:
+                    result = client.infer(self._model, infer_inputs(module, {"x": x}))
+                    answer = result.as_numpy("y")[0].tolist()
+                except InferenceServerException as error:
+                    failure = str(error.status())
+                except Exception as error:
+                    failure = repr(error)
+                self.asked.append(Asked(sent, tuple(answer), failure))
+                if failure:
+                    time.sleep(0.1)  # as clients that try again do
+
+    @property
+    def failures(self) -> list[Asked]:
+        return [one for one in self.asked if one.failure]
+
+    def answers(self, since: int = 0) -> set[tuple[float, ...]]:
+        return {one.answer for one in self.asked[since:] if not one.failure}
+
+    def go_on(self, answers: int) -> None:
+        """Wait until there are so many answers more."""
+        wanted = len(self.asked) - len(self.failures) + answers
+        until(lambda: len(self.asked) - len(self.failures) >= wanted)
 
 
 @contextlib.contextmanager
@@ -189,15 +234,6 @@ def serve(
                 served.end()
         finally:
             living.kill(process)
-
-
-def until(what: Callable[[], Any], served: Supervised) -> Any:
-    deadline = time.monotonic() + LONGEST_S
-    while time.monotonic() < deadline:
-        if value := what():
-            return value
-        time.sleep(0.1)
-    raise AssertionError(served.text[-20000:])
 
 
 def prefix(triton: psutil.Process) -> str:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import scenarios
 import torch
+from children import until
 from fake_triton import MetricFamily, TritonError, Turn
-from instances import Served, logged, lose_device, request, unreadable, until
+from instances import Served, logged, lose_device, request, unreadable
 from scenarios import Scenario
 
 from torch_py_backend.adapter import TritonPythonModel, answering, metrics

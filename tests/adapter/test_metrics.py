@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import scenarios
 import streamed
+from children import until
 from fake_triton import MetricFamily, TritonModelException
-from instances import Served, load, logged, named, request, until
+from instances import Served, load, logged, named, request
 from scenarios import Scenario
 
 from torch_py_backend.adapter import metrics

@@ -15,7 +15,8 @@ import pytest
 import scenarios
 import streamed
 import torch
-from instances import Served, check_refusal, ended, logged, lose_device, until
+from children import until
+from instances import Served, check_refusal, ended, logged, lose_device
 from scenarios import Scenario
 from streamed import Stream, Streamed
 

@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import packed
 import pytest
 import serving
 import yaml
+from children import until
 from tritonclient import grpc
 
 from torch_py_backend.server import installation, tritonserver
@@ -180,11 +180,11 @@ def test_built_image_serves_an_example(tmp_path: Path) -> None:
             command, env=image.environment, cwd=image.root, stdout=file, stderr=file
         )
     try:
-        deadline = time.monotonic() + _LONGEST_S
-        while image.run(probe).returncode:
-            assert process.poll() is None, log.read_text(errors="replace")
-            assert time.monotonic() < deadline, log.read_text(errors="replace")
-            time.sleep(0.5)
+        until(
+            lambda: process.poll() is not None or image.run(probe).returncode == 0,
+            lambda: log.read_text(errors="replace"),
+        )
+        assert process.poll() is None, log.read_text(errors="replace")
         x = np.arange(16, dtype=np.float32).reshape(1, 16)
         with grpc.InferenceServerClient(f"127.0.0.1:{ports[1]}") as client:
             result = client.infer("add_sub", serving.infer_inputs(grpc, {"INPUT0": x, "INPUT1": x}))

@@ -21,8 +21,7 @@ import pytest
 import scenarios
 import stateful
 import torch
-from children import Child, Start, starting
-from instances import until
+from children import Child, Start, starting, until
 from scenarios import Refused, Scenario
 from torch import Tensor, nn
 

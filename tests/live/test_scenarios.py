@@ -20,6 +20,7 @@ import serving as live
 import traced
 import tritonclient.grpc
 import tritonclient.http
+from children import until
 from scenarios import Scenario
 from serving import Serving
 from tritonclient.utils import InferenceServerException
@@ -98,7 +99,7 @@ def test_scenario(scenario: Scenario, protocol: str, serving: Serving) -> None:
     for batch in scenario.batches:
         live.check_together(serving.grpc, scenario.name, batch)
     # Written after the answers.
-    live.until(lambda: all(part in serving.log for part in scenario.logs))
+    until(lambda: all(part in serving.log for part in scenario.logs))
 
 
 @pytest.mark.parametrize("name", ["resnet50", "python_runtime"])
@@ -118,7 +119,7 @@ def test_the_trace_of_the_client_is_that_of_the_models_code(serving: Serving, na
     headers = {"traceparent": f"00-{'-'.join(_CLIENT)}-01"}
     ids = serving.http.infer("plain", inputs, headers=headers).as_numpy("y").ravel().tolist()
     assert ids[:1] == traced.ends(_CLIENT[0])
-    live.until(lambda: tuple(ids) in names)
+    until(lambda: tuple(ids) in names)
     assert names[tuple(ids)] == "plain"
 
 
@@ -196,9 +197,9 @@ def test_requests_are_counted_by_code_also_when_the_model_is_loaded_anew(serving
     serving.grpc.unload_model("poison")
     # The last request is counted, however soon it was followed by the end.
     once = {**before, **{code: before.get(code, 0) + 1 for code in codes}}
-    live.until(lambda: counts() == once)
+    until(lambda: counts() == once)
 
     serving.grpc.load_model("poison")
     assert send(1.0) == "OK"
     twice = once | {"OK": once["OK"] + 1}
-    live.until(lambda: counts() == twice)
+    until(lambda: counts() == twice)

@@ -132,15 +132,15 @@ def test_a_changed_model_replaces_the_one_that_serves_once_it_is_ready(
             values.append(served.infer("function", 1.0)[0])  # raises if no model serves
             return re.search(rf"CHANGED function[\s\S]*{event}.*", served.text)
 
-        line = supervised.until(answered, served)[0]
-        supervised.until(lambda: served.ask("/ready/function") == (200, {"ready": True}), served)
+        line = served.until(answered)[0]
+        served.until(lambda: served.ask("/ready/function") == (200, {"ready": True}))
         assert "\nWARNING" not in served.text
     assert "SyntaxError" in line
     assert values == sorted(values)
     assert {*values} == {2.0, 3.0}
     assert served.infer("function", 1.0) == [3.0] * 4
     (repository / "syntax_error" / "1" / "model.py").write_text(text)
-    supervised.until(lambda: re.search(r"READY +syntax_error", served.text), served)
+    served.until(lambda: re.search(r"READY +syntax_error", served.text))
     assert served.infer("syntax_error", 1.0) == [2.0] * 4
 
 
@@ -152,7 +152,7 @@ def test_clients_without_the_key_are_refused(served: Supervised) -> None:
         with pytest.raises(InferenceServerException, match="restricted"):
             client.unload_model("syntax_error")
         client.unload_model("syntax_error", headers={"triton-grpc-protocol-admin-key": _KEY})
-    supervised.until(lambda: served.ask("/ready/syntax_error")[0] == 404, served)
+    served.until(lambda: served.ask("/ready/syntax_error")[0] == 404)
 
 
 def test_a_server_drains_and_leaves_nothing(served: Supervised) -> None:
@@ -162,7 +162,7 @@ def test_a_server_drains_and_leaves_nothing(served: Supervised) -> None:
     served.skip_log()
     served.process.send_signal(signal.SIGINT)
     stopping = {"ready": False, "reason": "the server is being stopped"}
-    supervised.until(lambda: served.ask("/ready/function") == (503, stopping), served)
+    served.until(lambda: served.ask("/ready/function") == (503, stopping))
     assert served.infer("cached", 1.0) == [2.0] * 4
     assert served.ask("/live")[0] == 200
     # An impatient second signal, as `timeout` sends it, does not interrupt the stopping.
@@ -171,7 +171,7 @@ def test_a_server_drains_and_leaves_nothing(served: Supervised) -> None:
     assert served.process.wait(120) == 0
     assert served.text == "stopped\n"
     assert "successfully unloaded 'function'" in _logged_by_triton(served)
-    assert living.all_end(family)
+    living.wait(family)
     assert supervised.regions(prefix) == []
 
 

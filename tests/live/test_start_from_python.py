@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 import scenarios
 import streamed
 import torch
+from children import until
 from tritonclient.utils import InferenceServerException
 
 import torch_py_backend
@@ -125,12 +125,11 @@ def test_the_end_of_the_process_ends_the_server(
         env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
     ) as process:  # fmt: skip
         try:
-            while len(family := living.descendants(process.pid)) < processes:
-                assert process.poll() is None
-                time.sleep(0.05)
+            until(lambda: len(living.descendants(process.pid)) >= processes)
+            family = living.descendants(process.pid)
             process.send_signal(number)
             assert process.wait(120) == -number
-            assert living.all_end(family)
+            living.wait(family)
         finally:
             living.kill(process)
     if number is signal.SIGINT:

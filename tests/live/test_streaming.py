@@ -29,6 +29,7 @@ import scenarios
 import serving
 import streamed
 import tritonclient.grpc
+from children import until
 from grpc_streams import Client, metric, responses
 from instances import named
 from streamed import Streamed
@@ -115,7 +116,7 @@ def test_many_streams_that_share_their_steps_have_their_values_in_order_and_are_
     for start, call in zip(starts, calls, strict=True):
         came = [float(one["y"][0]) for one in responses(call) if isinstance(one, dict)]
         assert came == [start + tick for tick in range(_STEPS)]
-    serving.until(lambda: metric(server, stepped, "continuous") >= before + _MANY * _STEPS)
+    until(lambda: metric(server, stepped, "continuous") >= before + _MANY * _STEPS)
 
 
 def test_the_last_response_is_marked(client: Client) -> None:
@@ -222,9 +223,9 @@ def test_a_stream_that_waits_blocks_nobody_and_is_woken_if_cancelled(server: Ser
             call = client.ask("asynchronous", {"count": streamed.ints(5)})
             assert len(list(responses(call))) == 5
         assert slow.is_active()
-        serving.until(lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 1)
+        until(lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 1)
         slow.cancel()
-        serving.until(lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 0)
+        until(lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 0)
 
 
 def test_unload_with_live_streams(server: Server) -> None:
@@ -246,7 +247,7 @@ def test_unload_with_live_streams(server: Server) -> None:
         assert isinstance(refused, str)
         assert len(list(itertools.islice(responses(call), 50))) == 50
         call.cancel()
-        serving.until(lambda: reason() == "unloaded")
+        until(lambda: reason() == "unloaded")
         control.load_model("asynchronous")
         call = client.ask(*asked)
         assert isinstance(next(responses(call)), dict)

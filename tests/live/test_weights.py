@@ -15,11 +15,11 @@ import scenarios
 import supervised
 import torch
 import tritonclient.grpc
-from serving import infer_inputs, running, until
+from children import until
+from serving import infer_inputs, running
 
 from torch_py_backend.server import Server
 
-_SECONDS = 240
 _WIDTH = 2048
 _INSTANCES = 2
 # Writes down how many instances are loading.
@@ -80,8 +80,8 @@ def test_instances_load_in_turn_and_share_their_weights(tmp_path: Path) -> None:
         assert len(supervised.regions(prefix)) > _INSTANCES
         client.unload_model("wide")
         # Triton reaps a process before it gives back what they shared; its owner's file stays.
-        until(lambda: not living.descendants(server.process.pid), _SECONDS)
-        until(lambda: len(supervised.regions(prefix)) == 1, _SECONDS)
+        until(lambda: not living.descendants(server.process.pid))
+        until(lambda: len(supervised.regions(prefix)) == 1)
         assert [path.name for path in own.iterdir()] == ["locks"]
     counts = (tmp_path / "counts").read_text().split()
     assert counts == ["1"] * _INSTANCES

@@ -260,7 +260,7 @@ def test_models_are_unloaded_and_loaded_with_the_admin_key(
         file = repository / "numbers" / path
         file.write_text(re.sub(r"\bx\b", "z", file.read_text()))
     page.get_by_role("button", name="Reload").click()
-    supervised.until(lambda: "CHANGED numbers: requested on the page" in served.text, served)
+    served.until(lambda: "CHANGED numbers: requested on the page" in served.text)
     expect(page.locator("#inputs")).to_contain_text("z FP32", timeout=60000)
 
 

@@ -42,8 +42,8 @@ def test_an_owner_cleans_up(shared: Path) -> None:
         instance(owner.status, "status.idle()", mark=False) as other,
     ):
         owner.close()
-        assert process.wait(30) == -signal.SIGKILL
-        assert other.poll() is None  # a file may name a process of another server
+        assert process.process.wait(30) == -signal.SIGKILL
+        assert other.process.poll() is None  # a file may name a process of another server
     owner.close()
     os.close(descriptor)
     assert list(shared.iterdir()) == []

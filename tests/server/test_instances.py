@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import instance
+from children import instance, until
 
 from torch_py_backend.server import cleanup, instances
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
@@ -29,13 +29,6 @@ def publish(tmp_path: Path) -> Iterator[Any]:
         yield lambda *words, **options: stack.enter_context(instance(tmp_path, *words, **options))
 
 
-def _go_on(process: subprocess.Popen[str]) -> None:
-    """Send a process the line that it waits for."""
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
 def test_shared_memory_of_a_dead_instance(
     monitor: InstanceMonitor, publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,12 +42,10 @@ def test_shared_memory_of_a_dead_instance(
         (tmp_path / region).touch()
         processes.append(publish("status.idle()", "model.py", region, "1048576", then=then))
     assert monitor.check() == []
-    _go_on(processes[2])
-    while (tmp_path / f"{processes[2].pid}.status").exists():
-        time.sleep(0.01)
+    processes[2].tell()
+    until(lambda: not (tmp_path / f"{processes[2].pid}.status").exists())
     for process in processes:
         process.kill()
-        process.wait()
     # A normal end, as when Triton unloads a model, is no failure.
     failed = {failure.identity.pid for failure in monitor.check()}
     assert failed == {processes[0].pid, processes[1].pid}
@@ -89,7 +80,7 @@ def test_instances_that_fail_are_reported_once_and_killed(
         for what, then, says in _FAILURES
     ]
     failures: list[InstanceFailure] = monitor.check()
-    _go_on(processes[0])
+    processes[0].tell()
     while len(monitor.instances("m")) > 1:
         failures += monitor.check()
         time.sleep(0.01)
@@ -99,8 +90,8 @@ def test_instances_that_fail_are_reported_once_and_killed(
         failure = reported[process.pid]
         assert failure.reason.startswith(f"instance m_0_0 {says}")
         assert failure.in_load == (what == "pass")
-        assert process.wait(60) == -signal.SIGKILL or "os." in then
-    assert serving.poll() is None
+        assert process.process.wait(60) == -signal.SIGKILL or "os." in then
+    assert serving.process.poll() is None
     assert [path.stem for path in tmp_path.glob("*.status")] == [str(serving.pid)]
 
 
@@ -125,15 +116,15 @@ def test_instances_at_work_are_left_alone(
         time.sleep(0.01)
     assert monitor.warnings("m") == []  # of the newest
     assert monitor.idle_seconds("m") == 0
-    idle.send_signal(signal.SIGSTOP)  # as profilers do, for a moment
+    idle.process.send_signal(signal.SIGSTOP)  # as profilers do, for a moment
     assert monitor.check() == []
-    idle.send_signal(signal.SIGCONT)
+    idle.process.send_signal(signal.SIGCONT)
     assert len(monitor.instances("m")) == 3
     monitor.disregard("m")
     monitor.kill_idle("m")
-    assert idle.wait(60) == -signal.SIGKILL
+    assert idle.process.wait(60) == -signal.SIGKILL
     assert monitor.check() == []
-    assert [process.poll() for process in (loading, busy, other)] == [None] * 3
+    assert [one.process.poll() for one in (loading, busy, other)] == [None] * 3
 
 
 def test_processes_of_others_are_never_killed(monitor: InstanceMonitor, publish: Any) -> None:
@@ -145,4 +136,4 @@ def test_processes_of_others_are_never_killed(monitor: InstanceMonitor, publish:
     monitor.check()
     for process in (busy, idle):
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.05)
+            process.process.wait(0.05)

@@ -20,9 +20,11 @@ import psutil
 import pytest
 import streamed
 import tritonclient.grpc
+from children import until
 from grpc_streams import Client, responses
 from scenarios import Scenario, text, x_to_y
-from supervised import EXIT, LONGEST_S, Supervised, regions, serve, until
+from serving import EXIT
+from supervised import Supervised, regions, serve
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.processes.instance_status import InstanceState
@@ -72,10 +74,6 @@ def _lay_out(folder: Path, *names: str, built: str = "pass") -> None:
         Scenario(name, text(_MODULE.format(built=built)), _CONFIG).lay_out(folder)
 
 
-def _until_told(served: Supervised, says: str) -> None:
-    until(lambda: says in served.text, served)
-
-
 @contextlib.contextmanager
 def _streaming(served: Supervised) -> Iterator[None]:
     """Meanwhile a stream is under way."""
@@ -97,7 +95,7 @@ def _check_streams(served: Supervised) -> None:
 
         healthy = come(1, 700)
         hangs = come(103, 0)
-        _until_told(served, "serves again")
+        served.until_told("serves again")
         assert "endless_0_0 hung: a call took longer than EXECUTION_TIMEOUT_MS" in served.text
         # Triton never ends the streams of a process that has died.
         for stream in (healthy, hangs):
@@ -116,12 +114,12 @@ def test_loads_that_take_too_long_and_a_stop_at_work(tmp_path: Path) -> None:
     _ENDLESS.lay_out(tmp_path)
     loaded = [f"--load-model={name}" for name in ("changed", "hangs", "endless")]
     with serve(tmp_path, "--load-timeout=45", "--restarts=0", triton=loaded) as served:
-        _until_told(served, "READY   changed")
+        served.until_told("READY   changed")
         _lay_out(tmp_path / "new", "changed", built=_HANGS)
         (tmp_path / "new/changed/1/model.py").replace(tmp_path / "changed/1/model.py")
         asking, refusals = _loading(served, "changed")
         served.wait_loaded()
-        _until_told(served, "instance changed_0_0 took longer than 45 s (--load-timeout)")
+        served.until_told("instance changed_0_0 took longer than 45 s (--load-timeout)")
         asking.join(120)
         assert len(refusals) == 1
         assert "changed_0_0' is not healthy" in refusals[0]
@@ -131,7 +129,7 @@ def test_loads_that_take_too_long_and_a_stop_at_work(tmp_path: Path) -> None:
         assert served.stubs("hangs") == []
 
         loading, _ = _loading(served, "unknown")
-        until(lambda: served.in_state("unknown", InstanceState.LOADING), served)
+        served.until(lambda: served.in_state("unknown", InstanceState.LOADING))
         with _streaming(served):
             _check_stop(served)
         loading.join(60)
@@ -141,15 +139,15 @@ def _check_stop(served: Supervised) -> None:
     family, prefix, answers = served.family(), served.prefix(), []
     asking = threading.Thread(target=lambda: answers.append(served.infer("changed", 3.0)))
     asking.start()
-    until(lambda: served.in_state("changed", InstanceState.BUSY), served)
+    served.until(lambda: served.in_state("changed", InstanceState.BUSY))
     assert served.ready("changed")
     served.process.send_signal(signal.SIGTERM)
     stopping = {"ready": False, "reason": "the server is being stopped"}
-    until(lambda: served.ask("/ready/changed") == (503, stopping), served)
+    served.until(lambda: served.ask("/ready/changed") == (503, stopping))
     asking.join(60)
     assert answers == [[-3.0] * 4]
     assert served.process.wait(60) == 0
-    assert living.all_end(family)
+    living.wait(family)
     assert regions(prefix) == []
 
 
@@ -201,7 +199,7 @@ def test_serve_or_tritonserver_is_killed(tmp_path: Path) -> None:
         with _held(prefix):
             served.process.kill()
             served.process.wait()
-            assert living.all_end(family)
+            living.wait(family)
             assert regions(prefix)
     key = {"TORCH_PY_BACKEND_ADMIN_KEY": "a secret"}
     with serve(tmp_path, "--restrict=model-repository,health", **key) as served:
@@ -216,11 +214,11 @@ def test_serve_or_tritonserver_is_killed(tmp_path: Path) -> None:
             serve_itself = psutil.Process(served.process.pid)
             serve_itself.suspend()
             triton.send_signal(signal.SIGSEGV)
-            assert living.all_end(family)
+            living.wait(family)
             serve_itself.resume()
         assert served.process.wait(60) == 1
         assert regions(prefix) == []
-        _until_told(served, "tritonserver ended by SIGSEGV")
+        served.until_told("tritonserver ended by SIGSEGV")
 
 
 def _hang(served: Supervised, instances: int) -> None:
@@ -232,7 +230,7 @@ def _hang(served: Supervised, instances: int) -> None:
 
     for _ in range(instances):
         threading.Thread(target=ask, daemon=True).start()
-    until(lambda: len(served.in_state("hangs", InstanceState.BUSY)) == instances, served)
+    served.until(lambda: len(served.in_state("hangs", InstanceState.BUSY)) == instances)
 
 
 def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,22 +249,19 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monitor = InstanceMonitor(server.status_folder)
         supervisor = Supervisor(server.client, monitor, events.append, 3, 200)
 
-        def step_until(what: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + LONGEST_S
-            while not what():
-                assert time.monotonic() < deadline, events
-                time.sleep(0.1)
-                supervisor.step()
+        def stepped(what: Callable[[], Any]) -> Any:
+            supervisor.step()
+            return what()
 
         supervisor.load(["slow"])
-        step_until(lambda: any(tmp_path.glob("*.loading")))
-        process = psutil.Process(int(next(tmp_path.glob("*.loading")).stem))
+        (loading,) = until(lambda: stepped(lambda: [*tmp_path.glob("*.loading")]))
+        process = psutil.Process(int(loading.stem))
         process.suspend()
         # Triton expects a sign of life each second.
         time.sleep(3)
         with contextlib.suppress(psutil.NoSuchProcess):  # Triton may have killed it already
             process.resume()
-        step_until(lambda: len(events) > 1)
+        until(lambda: stepped(lambda: len(events) > 1), lambda: str(events))
         assert not process.is_running()
     down, ready = events
     assert down.text.startswith("Triton did not accept it after its load")

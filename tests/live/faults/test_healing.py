@@ -8,14 +8,13 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import living
 import psutil
 import pytest
 import tritonclient.grpc
 from scenarios import Scenario, text, x_to_y
-from supervised import Steady, Supervised, regions, serve, until
+from supervised import Supervised, regions, serve
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.processes.instance_status import InstanceState
@@ -109,13 +108,10 @@ def _log_of_this_test(request: pytest.FixtureRequest) -> None:
 @contextlib.contextmanager
 def _undisturbed(served: Supervised) -> Iterator[None]:
     """Meanwhile another model answers every request."""
-    steady = Steady(served, "steady")
-    try:
+    with served.load("steady") as load:
         yield
-    finally:
-        steady.end()
-    assert steady.failures == []
-    assert steady.answers > 0
+    assert load.failures == []
+    assert load.answers() == {(-3.0,) * 4}
 
 
 def _answers(served: Supervised, model: str) -> bool:
@@ -124,20 +120,16 @@ def _answers(served: Supervised, model: str) -> bool:
 
 def _healed(served: Supervised, model: str, old: list[psutil.Process], says: str) -> None:
     """The model serves again, in another process, and the reason was told."""
-    _until_told(served, says)
-    until(lambda: served.ready(model), served)
+    served.until_told(says)
+    served.until(lambda: served.ready(model))
     assert _answers(served, model)
     # One that did not die may still finish its work.
-    until(lambda: not {*old} & {*served.stubs(model)}, served)
+    served.until(lambda: not {*old} & {*served.stubs(model)})
 
 
 def _why(served: Supervised, model: str) -> str:
     """Why a model does not serve; empty where it does."""
     return str(served.ask("/ready")[1].get("models", {}).get(model, ""))
-
-
-def _until_told(served: Supervised, says: str) -> None:
-    until(lambda: says in served.text, served)
 
 
 def _regions_of_the_living(served: Supervised) -> bool:
@@ -163,19 +155,19 @@ def _ask(value: float, says: str | None = None) -> Callable[[Supervised, str], N
 
 def _stop_under_load(served: Supervised, model: str) -> None:
     """SIGSTOP: it is replaced before it harms tritonserver."""
-    load, triton = Steady(served, model), served.triton()
-    until(lambda: load.answers > 10, served)
-    for one in served.stubs(model):
-        one.suspend()
-    until(lambda: not served.ready(model), served)
-    load.end()
+    triton = served.triton()
+    with served.load(model) as load:
+        load.go_on(10)
+        for one in served.stubs(model):
+            one.suspend()
+        served.until(lambda: not served.ready(model))
     assert load.failures
     assert served.triton() == triton
 
 
 def _kill_while_it_heals(served: Supervised, model: str) -> None:
     _kill(served.stubs(model))
-    _kill(until(lambda: served.in_state(model, InstanceState.LOADING), served))
+    _kill(served.until(lambda: served.in_state(model, InstanceState.LOADING)))
 
 
 @pytest.mark.parametrize(
@@ -195,13 +187,13 @@ def test_an_instance_that_fails_is_replaced(
     model: str, fault: Callable[[Supervised, str], None], says: str, served: Supervised
 ) -> None:
     """Its model is not ready, and then serves again; another model answers every request."""
-    until(lambda: served.ready(model), served)
+    served.until(lambda: served.ready(model))
     old = served.stubs(model)
     assert len(old) == 1
     with _undisturbed(served):
         fault(served, model)
         _healed(served, model, old, says)
-    until(lambda: _regions_of_the_living(served), served)
+    served.until(lambda: _regions_of_the_living(served))
     if says == "SIGSEGV":
         assert "in forward" in served.log.partition("Fatal Python error: Segmentation fault")[2]
 
@@ -211,13 +203,13 @@ def test_two_deaths_at_once_and_a_server_that_does_not_answer(served: Supervised
 
     A server that does not answer is not live, and no model of it is taken for dead or unloaded.
     """
-    until(lambda: served.ready("ensemble") and served.ready("changed"), served)
+    served.until(lambda: served.ready("ensemble") and served.ready("changed"))
     old = served.stubs("victim"), served.stubs("changed")
     _kill([*old[0], *old[1]])
-    until(lambda: "SIGKILL" in _why(served, "victim"), served)
+    served.until(lambda: "SIGKILL" in _why(served, "victim"))
     needs = "is down: needs the model 'victim', which does not serve"
-    until(lambda: served.ask("/ready/ensemble")[1].get("reason") == needs, served)
-    until(lambda: served.ready("ensemble"), served)
+    served.until(lambda: served.ask("/ready/ensemble")[1].get("reason") == needs)
+    served.until(lambda: served.ready("ensemble"))
     assert _answers(served, "ensemble")
     for model, processes in zip(("victim", "changed"), old, strict=True):
         _healed(served, model, processes, f"{model}_0_0 was ended by SIGKILL")
@@ -227,10 +219,10 @@ def test_two_deaths_at_once_and_a_server_that_does_not_answer(served: Supervised
     triton.suspend()
     try:
         dead = {"live": False, "reason": "tritonserver does not answer"}
-        until(lambda: served.ask("/live") == (503, dead), served)
+        served.until(lambda: served.ask("/live") == (503, dead))
     finally:
         triton.resume()
-    until(lambda: served.ask("/live") == (200, {"live": True}), served)
+    served.until(lambda: served.ask("/live") == (200, {"live": True}))
     assert _answers(served, "steady")
     assert not re.search("^(DOWN|RELEASED) +(steady|victim)", served.text, re.MULTILINE)
 
@@ -246,7 +238,7 @@ def test_a_call_that_holds_the_gil_for_seconds_is_no_hang(served: Supervised) ->
 
 def test_a_crash_loop_is_given_up(served: Supervised) -> None:
     """With the reason; the others serve all the while."""
-    until(lambda: "GIVEN UP dies_in_init" in served.log, served)
+    served.until(lambda: "GIVEN UP dies_in_init" in served.log)
     status, told = served.ask("/ready/dies_in_init")
     assert status == 503
     assert told["reason"].startswith("stays down: instance")
@@ -284,10 +276,12 @@ def test_loads_and_unloads_by_users(served: Supervised, repository: Path) -> Non
         assert served.ready("changed")
         assert _answers(served, "changed")
         shutil.rmtree(repository / "changed" / "2")
-        _unload(client, served, "changed")
+        client.unload_model("changed")
+        served.until(lambda: served.ask("/ready/changed")[0] == 404)
+        served.until_told("RELEASED changed")
 
         client.load_model("changed", config=_document("changed"))
-        until(lambda: served.ready("changed"), served)
+        served.until(lambda: served.ready("changed"))
         old = served.stubs("changed")
         _kill(old)
         _healed(served, "changed", old, "(attempt 1 of 3)")
@@ -295,15 +289,9 @@ def test_loads_and_unloads_by_users(served: Supervised, repository: Path) -> Non
 
         files = {"file:1/model.py": _MODULE.format(imported="", built="pass").encode()}
         client.load_model("uploaded", config=_document("uploaded"), files=files)
-        until(lambda: served.ready("uploaded"), served)
+        served.until(lambda: served.ready("uploaded"))
         assert _answers(served, "uploaded")
         _kill(served.in_state("uploaded", InstanceState.IDLE))
-        _until_told(served, "GIVEN UP uploaded: instance uploaded_0_0 was ended by SIGKILL")
+        served.until_told("GIVEN UP uploaded: instance uploaded_0_0 was ended by SIGKILL")
         assert "SIGKILL" in _why(served, "uploaded")
-        until(lambda: not client.is_model_ready("uploaded"), served)
-
-
-def _unload(client: Any, served: Supervised, model: str) -> None:
-    client.unload_model(model)
-    until(lambda: served.ask(f"/ready/{model}")[0] == 404, served)
-    _until_told(served, f"RELEASED {model}")
+        served.until(lambda: not client.is_model_ready("uploaded"))

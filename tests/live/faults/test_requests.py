@@ -28,7 +28,7 @@ import supervised
 import torch
 import tritonclient.grpc
 from instances import named
-from supervised import Supervised, until
+from supervised import Supervised
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from torch_py_backend.processes.instance_status import InstanceState
@@ -239,7 +239,7 @@ def test_cancelled_and_late_requests_are_not_run(served: Supervised) -> None:
         send(0.1)
         first, _ = answers.get(timeout=120)  # from now on the instance knows that it pays to ask
         send(5)
-        until(lambda: served.in_state("counts", InstanceState.BUSY), served)
+        served.until(lambda: served.in_state("counts", InstanceState.BUSY))
         calls = [send(0.1) for _ in range(3)]
         send(0.1, client_timeout=0.2)
         time.sleep(0.3)  # until it is past

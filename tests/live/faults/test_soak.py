@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import statistics
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -96,7 +96,7 @@ async def _soak(server: Supervised) -> tuple[Outcomes, list[Sample], int, int]:
     over = asyncio.Event()
     watched = [psutil.Process(server.process.pid), server.triton(), *server.stubs(_STEADY)]
 
-    async def look() -> None:
+    def look() -> None:
         samples.append(_look(watched, server.prefix()))
 
     tasks: list[Coroutine[Any, Any, Any]] = [
@@ -143,43 +143,37 @@ async def _ask(number: int, server: Supervised, outcomes: Outcomes, over: asynci
     await client.close()
 
 
-async def _every(seconds: float, over: asyncio.Event, once: Callable[[], Awaitable[None]]) -> int:
+async def _every(seconds: float, over: asyncio.Event, once: Callable[[], None]) -> int:
     """Do something at intervals until it is over; return how often."""
     times = 0
     while True:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(over.wait(), seconds)
             return times
-        await once()
+        await asyncio.to_thread(once)
         times += 1
 
 
-async def _until(happened: Callable[[], object]) -> None:
-    while not await asyncio.to_thread(happened):  # noqa: ASYNC110  no event tells
-        await asyncio.sleep(0.05)
-
-
-async def _reload(server: Supervised, model: str) -> None:
+def _reload(server: Supervised, model: str) -> None:
     """Unload and load, as an operator would by hand."""
-    client = tritonclient.grpc.InferenceServerClient(server.grpc)
+    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
 
-    def unloaded() -> bool:
-        states = {one.name: one.state for one in client.get_model_repository_index().models}
-        return bool(states[model] == "UNAVAILABLE")
+        def unloaded() -> bool:
+            states = {one.name: one.state for one in client.get_model_repository_index().models}
+            return bool(states[model] == "UNAVAILABLE")
 
-    await asyncio.to_thread(client.unload_model, model)
-    await _until(unloaded)
-    await asyncio.to_thread(client.load_model, model)
-    client.close()
-    await _until(lambda: server.ready(model))
+        client.unload_model(model)
+        server.until(unloaded)
+        client.load_model(model)
+    server.until(lambda: server.ready(model))
 
 
-async def _kill(server: Supervised, model: str) -> None:
+def _kill(server: Supervised, model: str) -> None:
     """Kill one of a model's instances with -9, and wait until the model is ready again."""
     before = server.stubs(model)
     before[0].kill()
-    await _until(lambda: not living.left(before))
-    await _until(lambda: server.ready(model))
+    living.wait(before)
+    server.until(lambda: server.ready(model))
 
 
 def _look(watched: Sequence[psutil.Process], prefix: str) -> Sample:
