@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
 from torch_py_backend.config.options import Options, boolean, yes_no
 
@@ -61,13 +60,9 @@ class Block:
         return self.language in ("python", "sh") and not self.title
 
 
-def _tokens(page: Path) -> list[Token]:
-    return _MARKDOWN.parse(page.read_text(encoding="utf-8"))
-
-
 def blocks(page: Path) -> list[Block]:
     result = []
-    for token in _tokens(page):
+    for token in _MARKDOWN.parse(page.read_text(encoding="utf-8")):
         if token.type in ("fence", "code_block"):
             info = _INFO.fullmatch(token.info.strip())
             language, title = (info[1], info[2] or "") if info else ("", "")

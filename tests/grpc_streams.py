@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -56,10 +55,5 @@ def check(client: Client, model: str, stream: Stream) -> None:
 
 def metric(server: Server, name: str, model: str) -> float:
     """The sum of a metric over a model's instances, as the server has it at this moment."""
-    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in lines
-        if line.startswith(f"{name}{{") and f'model="{model}"' in line
-    )
+    samples = serving.samples(serving.metrics(server.metrics_address))
+    return sum(one.value for one in samples if (one.name, one.labels.get("model")) == (name, model))

@@ -24,6 +24,8 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "torch-py-backend.json"
 PAGE = DOCS / "metrics.md"
 # What Prometheus is told to call these servers.
 JOB = "torch-py-backend"
+# Labels of what scrapes, not of what is scraped.
+OF_TARGETS = {"job", "instance", "namespace", "pod"}
 
 
 def rules() -> list[dict[str, Any]]:

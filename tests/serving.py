@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import socket
 import threading
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import kinds
 import ml_dtypes
+import numpy as np
 import pytest
 import scenarios
 import torch
@@ -22,7 +25,12 @@ import tritonclient.grpc
 import tritonclient.http
 from children import until
 from scenarios import Call, Refused, assert_close
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import (
+    InferenceServerException,
+    deserialize_bytes_tensor,
+    np_to_triton_dtype,
+    triton_to_np_dtype,
+)
 
 from torch_py_backend.server import serving as supervision
 from torch_py_backend.server.client import ModelState
@@ -62,6 +70,10 @@ class Serving:
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    @property
+    def metrics(self) -> str:
+        return metrics(self.server.metrics_address)
 
 
 @contextlib.contextmanager
@@ -114,6 +126,31 @@ def asked(folder: Path, *arguments: str) -> Iterator[Serving]:
         yield Serving(server, states, http, grpc, folder / "server.log")
         http.close()
         grpc.close()
+
+
+class Sample(NamedTuple):
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def metrics(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+def samples(page: str) -> list[Sample]:
+    """Every sample of a page of metrics, once."""
+    found = []
+    for line in page.splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
+            assert match is not None, line
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
+            found.append(Sample(match[1], labels, float(match[3])))
+    keys = [(sample.name, *sorted(sample.labels.items())) for sample in found]
+    assert len(set(keys)) == len(keys)
+    return found
 
 
 def _options(call: Call) -> dict[str, Any]:
@@ -186,6 +223,14 @@ def infer_inputs(module: Any, inputs: Mapping[str, Any]) -> list[Any]:
         tensor.set_data_from_numpy(array)
         sent.append(tensor)
     return sent
+
+
+def sent_array(sent: tritonclient.grpc.InferInput) -> Any:
+    """Return what an input of tritonclient.grpc holds."""
+    content, kind = sent._get_content(), sent.datatype()
+    if kind == "BYTES":
+        return deserialize_bytes_tensor(content).reshape(sent.shape())
+    return np.frombuffer(content, triton_to_np_dtype(kind)).reshape(sent.shape())
 
 
 def to_numpy(value: Any) -> Any:

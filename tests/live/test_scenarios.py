@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
-import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import composed
 import monitoring
@@ -25,8 +23,6 @@ from scenarios import Scenario
 from serving import Serving
 from tritonclient.utils import InferenceServerException
 
-# Labels of what scrapes, not of what is scraped.
-_OF_TARGETS = {"job", "instance", "namespace", "pod"}
 _TABLE = (*live.TABLE, *repositories.TABLE, *composed.TABLE)
 _ROWS = [(one, ("http", "grpc")[place % 2]) for place, one in enumerate(_TABLE)]
 _CLIENT = ("12" * 16, "34" * 8)
@@ -123,36 +119,10 @@ def test_the_trace_of_the_client_is_that_of_the_models_code(serving: Serving, na
     assert names[tuple(ids)] == "plain"
 
 
-class Sample(NamedTuple):
-    name: str
-    labels: dict[str, str]
-    value: float
-
-
-def _page(serving: Serving) -> str:
-    address = f"http://{serving.server.metrics_address}/metrics"
-    with urllib.request.urlopen(address, timeout=60) as answer:
-        return str(answer.read().decode())
-
-
-def _samples(page: str) -> list[Sample]:
-    """Every sample, once."""
-    samples = []
-    for line in page.splitlines():
-        if line and not line.startswith("#"):
-            match = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
-            assert match is not None, line
-            labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
-            samples.append(Sample(match[1], labels, float(match[3])))
-    keys = [(sample.name, *sorted(sample.labels.items())) for sample in samples]
-    assert len(set(keys)) == len(keys)
-    return samples
-
-
 def test_what_is_scraped_has_the_names_labels_kinds_and_help_of_the_table(serving: Serving) -> None:
-    page = _page(serving)
+    page = serving.metrics
     seen = set()
-    for sample in _samples(page):
+    for sample in live.samples(page):
         if sample.name.startswith("pytorch_py_"):
             row = monitoring.BY_NAME[sample.name]
             assert sample.labels.keys() == set(row.labels)
@@ -164,20 +134,20 @@ def test_what_is_scraped_has_the_names_labels_kinds_and_help_of_the_table(servin
 
 
 def test_what_queries_of_deploy_ask_of_triton_s_own_metrics_is_there(serving: Serving) -> None:
-    labels = {one.name: one.labels.keys() for one in _samples(_page(serving))}
+    labels = {one.name: one.labels.keys() for one in live.samples(serving.metrics)}
     for place, query in monitoring.queries().items():
         for one in monitoring.selectors(query):
             name = str(one.name)
             if name.startswith("nv_"):
                 asked = {matcher.name for matcher in one.matchers.matchers}
-                assert asked - _OF_TARGETS <= set(labels[name]), place
+                assert asked - monitoring.OF_TARGETS <= set(labels[name]), place
 
 
 def test_requests_are_counted_by_code_also_when_the_model_is_loaded_anew(serving: Serving) -> None:
     def counts() -> dict[str, float]:
         return {
             sample.labels["code"]: sample.value
-            for sample in _samples(_page(serving))
+            for sample in live.samples(serving.metrics)
             if sample.name == "pytorch_py_requests_total"
             and sample.labels["model"] == "poison"
             and sample.value

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import fake_tritonserver
+from serving import sent_array
 from tritonclient.grpc import InferInput
-from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
 from torch_py_backend import local_server
 from torch_py_backend.errors import InputError, ToolError
@@ -24,11 +24,7 @@ from torch_py_backend.server.supervisor import Event
 
 def _sent(datatype: str, value: object) -> Any:
     array = local_server._array("x", value, datatype)
-    sent = InferInput("x", list(array.shape), datatype).set_data_from_numpy(array)
-    content = sent._get_content()
-    if datatype == "BYTES":
-        return deserialize_bytes_tensor(content).reshape(array.shape)
-    return np.frombuffer(content, triton_to_np_dtype(datatype)).reshape(array.shape)
+    return sent_array(InferInput("x", list(array.shape), datatype).set_data_from_numpy(array))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from scenarios import Scenario, text, x_to_y
 from supervised import Supervised, regions, serve
 from tritonclient.utils import InferenceServerException
 
+from torch_py_backend.config import pbtxt
 from torch_py_backend.processes.instance_status import InstanceState
 
 pytestmark = pytest.mark.slow
@@ -253,13 +254,9 @@ def test_a_crash_loop_is_given_up(served: Supervised) -> None:
     assert served.ask("/live") == (200, {"live": True})
 
 
-def _document(name: str) -> str:
+def _document(repository: Path, name: str) -> str:
     """A config for at most three rows, as load requests have it."""
-    tensor = {"data_type": "TYPE_FP32", "dims": [4]}
-    instances = [{"kind": "KIND_CPU", "count": 1}]
-    document = {"name": name, "backend": "pytorch_py", "max_batch_size": 3}
-    tensors = {"input": [{"name": "x", **tensor}], "output": [{"name": "y", **tensor}]}
-    return json.dumps(document | tensors | {"instance_group": instances})
+    return json.dumps(pbtxt.read(repository / "steady") | {"name": name, "max_batch_size": 3})
 
 
 def test_loads_and_unloads_by_users(served: Supervised, repository: Path) -> None:
@@ -280,7 +277,7 @@ def test_loads_and_unloads_by_users(served: Supervised, repository: Path) -> Non
         served.until(lambda: served.ask("/ready/changed")[0] == 404)
         served.until_told("RELEASED changed")
 
-        client.load_model("changed", config=_document("changed"))
+        client.load_model("changed", config=_document(repository, "changed"))
         served.until(lambda: served.ready("changed"))
         old = served.stubs("changed")
         _kill(old)
@@ -288,7 +285,7 @@ def test_loads_and_unloads_by_users(served: Supervised, repository: Path) -> Non
         assert client.get_model_config("changed").config.max_batch_size > 3
 
         files = {"file:1/model.py": _MODULE.format(imported="", built="pass").encode()}
-        client.load_model("uploaded", config=_document("uploaded"), files=files)
+        client.load_model("uploaded", config=_document(repository, "uploaded"), files=files)
         served.until(lambda: served.ready("uploaded"))
         assert _answers(served, "uploaded")
         _kill(served.in_state("uploaded", InstanceState.IDLE))

@@ -73,13 +73,10 @@ class Counts(torch.nn.Module):
         return torch.full_like(x, self.rows)
 
 
-def _may_mount() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    return subprocess.run(["unshare", "-m", "sh", "-c", _SMALL], check=False).returncode == 0
-
-
-_MAY_MOUNT = _may_mount()
+_MAY_MOUNT = (
+    shutil.which("unshare") is not None
+    and subprocess.run(["unshare", "-m", "sh", "-c", _SMALL], check=False).returncode == 0
+)
 
 
 @pytest.fixture(scope="module")
