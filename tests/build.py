@@ -52,6 +52,15 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
     return path
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return the contents of files by their paths in a folder, less what Python compiled."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
 def arguments(**document: Any) -> dict[str, str]:
     """Triton's arguments of initialize(), with defaults written out as Triton does."""
     whole = {

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import fsspec
 from moto.server import ThreadedMotoServer
 
 KEY, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI-secret"
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    """Return the contents of the files of a folder, by their paths in it."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def s3(folder: str, files: Mapping[str, bytes]) -> tuple[dict[str, str], Callable[[], None]]:

@@ -40,7 +40,6 @@ _CLIENTS = 3  # of each protocol
 # Takes long enough that a host holds a request when it falls.
 _MODULE = """
 import time
-import urllib.request
 
 
 def forward(x):

@@ -10,17 +10,14 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+from build import files_in
+
 import torch_py_backend
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGE = _ROOT / "src" / "torch_py_backend"
 _VERSION = torch_py_backend.__version__
 _NAME = f"torch_py_backend-{_VERSION}"
-_FILES = {
-    f"torch_py_backend/{path.relative_to(_PACKAGE)}": path.read_bytes()
-    for path in _PACKAGE.rglob("*")
-    if path.is_file() and "__pycache__" not in path.parts
-}
 
 
 def test_what_make_release_builds(tmp_path: Path) -> None:
@@ -35,7 +32,8 @@ def test_what_make_release_builds(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / f"{_NAME}-py3-none-any.whl") as wheel:
         files = {name: wheel.read(name) for name in wheel.namelist()}
     told = {name for name in files if name.startswith(f"{_NAME}.dist-info/")}
-    assert {name: data for name, data in files.items() if name not in told} == _FILES
+    packaged = {f"torch_py_backend/{name}": data for name, data in files_in(_PACKAGE).items()}
+    assert {name: data for name, data in files.items() if name not in told} == packaged
     assert "torch_py_backend/py.typed" in files
     assert f"{_NAME}.dist-info/licenses/LICENSE" in told
     metadata = email.message_from_bytes(files[f"{_NAME}.dist-info/METADATA"])

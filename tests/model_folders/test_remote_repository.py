@@ -11,7 +11,7 @@ from unittest.mock import create_autospec
 import build
 import fsspec
 import pytest
-from stores import files_in
+from build import files_in
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import ToolError

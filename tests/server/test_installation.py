@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from build import files_in
 from command_line import fake_tritonserver, run
 
 import torch_py_backend
@@ -17,15 +18,6 @@ from torch_py_backend.server import installation
 NAME = "pytorch_py"
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = Path(torch_py_backend.__file__).parent
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Return the files below a folder, less what Python compiled."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
 
 
 def names(folder: Path) -> list[str]:
@@ -51,9 +43,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_shim_and_the_package_with_its_bytecode(target: Path) -> None:
     """Instances may not be able to write bytecode."""
-    written = files(target)
+    written = files_in(target)
     assert written.pop("model.py") == (REPOSITORY / "backends" / NAME / "model.py").read_bytes()
-    assert written == {f"torch_py_backend/{name}": data for name, data in files(PACKAGE).items()}
+    assert written == {f"torch_py_backend/{name}": data for name, data in files_in(PACKAGE).items()}
     for source in target.rglob("*.py"):
         compiled = Path(importlib.util.cache_from_source(str(source))).read_bytes()
         status = source.stat()
@@ -81,14 +73,14 @@ def test_the_command_replaces_an_older_installation_and_removes_it(backends: Pat
     printed = run(*arguments).stdout
     assert printed.startswith(f"installed {target}\n")
     assert printed.endswith(f" --backend-directory={backends}\n")
-    new = files(target)
+    new = files_in(target)
     assert "model.py" in new
     (target / "model.py").write_text("old")
     (target / "torch_py_backend" / "stale.py").write_text("old")
     (target / "torch_py_backend" / "errors.py").unlink()
     for name in (NAME, "pytorch"):
         run(*arguments, f"--name={name}")
-        assert files(backends / name) == new
+        assert files_in(backends / name) == new
     for says in ("removed", "there is no"):
         assert run(*arguments, "--uninstall").stdout == f"{says} {target}\n"
     assert names(backends) == ["pytorch"]
@@ -98,11 +90,11 @@ def test_the_command_replaces_an_older_installation_and_removes_it(backends: Pat
 def test_files_of_another_backend_are_refused(content: str, backends: Path) -> None:
     (backends / content).parent.mkdir(exist_ok=True)
     (backends / content).write_text("theirs")
-    before = files(backends)
+    before = files_in(backends)
     with pytest.raises(ToolError, match="--name or --backend-dir") as raised:
         installation.install(backends, NAME)
     assert str(backends / NAME) in str(raised.value)
-    assert files(backends) == before
+    assert files_in(backends) == before
 
 
 def test_failed_installation_keeps_the_old_one(
@@ -110,13 +102,13 @@ def test_failed_installation_keeps_the_old_one(
 ) -> None:
     target = installation.install(backends, NAME)
     (target / "model.py").write_text("old")
-    before = files(target)
+    before = files_in(target)
     (tmp_path / "torch_py_backend").mkdir()
     (tmp_path / "torch_py_backend" / "lost.py").symlink_to("nowhere")
     monkeypatch.setattr(installation, "PACKAGE", tmp_path / "torch_py_backend")
     with pytest.raises(OSError, match=r"lost.py.*No such file or directory"):
         installation.install(backends, NAME)
-    assert files(target) == before
+    assert files_in(target) == before
     assert names(backends) == [NAME]
 
 

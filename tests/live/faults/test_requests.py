@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import build
 import grpc
 import models
 import numpy as np
@@ -91,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
     for one in [*table, *_GOOD_MODELS]:
         one.lay_out(folder / "models")
     within = ("unshare", "-m", "sh", "-c", f'{_SMALL} && exec "$@"', "sh") if _MAY_MOUNT else ()
-    variables, stop = stores.s3("bucket/models", stores.files_in(folder / "models"))
+    variables, stop = stores.s3("bucket/models", build.files_in(folder / "models"))
     url, cache = "s3://bucket/models", f"--cache={folder / 'cache'}"
     with supervised.serve(url, cache, within=within, **variables) as running:
         running.wait_loaded()
