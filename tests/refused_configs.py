@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-_SOURCE = "def double(x):\n    return {'y': x * 2}\n"
 _X = 'name: "x" data_type: TYPE_FP32'
 _Y = 'output [{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }]\n'
-_VECTOR = f"input [{{ {_X} dims: [ 4 ] }}]\n{_Y}"
-VALID = f'backend: "pytorch_py" max_batch_size: 8\n{_VECTOR}'
 
 
 def _input(fields: str) -> str:
@@ -21,13 +16,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "no_size": (_input("dims: [ 0 ]"), "input 'x' has dims [0]"),
     "negative_size": (_input("dims: [ 4, -2 ]"), "input 'x' has dims [4, -2]"),
     "versions": (
-        f"{VALID}version_policy {{ specific {{ versions: [ 7 ] }} }}",
+        _input("dims: [ 4 ]") + "version_policy { specific { versions: [ 7 ] } }",
         "the model folder has no version that is served; expected a folder named 7",
     ),
 }
-
-
-def write(repository: Path, name: str, text: str) -> None:
-    (repository / name / "1").mkdir(parents=True)
-    (repository / name / "1" / "model.py").write_text(_SOURCE)
-    (repository / name / "config.pbtxt").write_text(text)

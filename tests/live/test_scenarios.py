@@ -9,11 +9,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
 
 import composed
+import models
 import monitoring
 import numpy as np
 import pytest
 import refused_configs
 import repositories
+import scenarios
 import serving as live
 import traced
 import tritonclient.grpc
@@ -66,7 +68,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterato
     for scenario in (*_TABLE, traced.TABLE["plain"]):
         scenario.lay_out(folder / "repository")
     for name, (text, _) in refused_configs.TABLE.items():
-        refused_configs.write(folder / "repository", name, text)
+        Scenario(name, scenarios.python(models.Negate), text).lay_out(folder / "repository")
     tracing = [
         "--trace-config=mode=opentelemetry",
         "--trace-config=rate=1",
