@@ -17,18 +17,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import build
+import fsspec
 import grpc
 import models
 import numpy as np
 import pytest
 import scenarios
 import serving
-import stores
 import supervised
 import torch
 import tritonclient.grpc
 from instances import named
+from moto.server import ThreadedMotoServer
 from supervised import Supervised
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -47,6 +47,11 @@ _GOOD_MODELS = (
         (scenarios.Call(_SENT, _SENT),),
     ),
 )
+_STORE = {
+    "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI-secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 _PATH = "/v2/models/function/infer"
 _TIMEOUT_S = 60
 # Triton itself refuses a whole batch in which the lengths of one request's strings are wrong.
@@ -92,12 +97,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
     for one in [*table, *_GOOD_MODELS]:
         one.lay_out(folder / "models")
     within = ("unshare", "-m", "sh", "-c", f'{_SMALL} && exec "$@"', "sh") if _MAY_MOUNT else ()
-    variables, stop = stores.s3("bucket/models", build.files_in(folder / "models"))
+    store = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    store.start()
+    variables = {**_STORE, "AWS_ENDPOINT_URL": "http://{}:{}".format(*store.get_host_and_port())}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        files = fsspec.filesystem("s3", skip_instance_cache=True)
+        files.mkdir("bucket")
+        files.put(str(folder / "models"), "bucket/models", recursive=True)
     url, cache = "s3://bucket/models", f"--cache={folder / 'cache'}"
     with supervised.serve(url, cache, within=within, **variables) as running:
         running.wait_loaded()
-        stop()
-        assert stores.SECRET not in running.log
+        store.stop()
+        assert _STORE["AWS_SECRET_ACCESS_KEY"] not in running.log
         yield running
 
 
