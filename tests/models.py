@@ -192,6 +192,11 @@ def echo(**inputs: Tensor) -> dict[str, Tensor]:
     return inputs
 
 
+class Lengths(nn.Module):
+    def forward(self, texts: list[str]) -> Tensor:
+        return torch.tensor([len(text) for text in texts])
+
+
 class Tokens(nn.Module):
     """Each token with its place among those that count, and how many there are."""
 

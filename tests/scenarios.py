@@ -379,6 +379,12 @@ CALLS = (
             ),
         ),
     ),
+    Scenario(  # strings of TorchScript are bytes of any encoding
+        "script_bytes",
+        script(models.Lengths()),
+        config({"texts": ["STRING", 1]}, {"y": ["INT64", 1]}),
+        (Call({"texts": strings([b"\xff"], ["zwei"])}, {"y": np.array([[1], [4]])}),),
+    ),
 )
 
 

@@ -34,6 +34,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 
 _COUNT = {"kind": "BATCH_ELEMENT_COUNT", "data_type": "TYPE_INT32", "source_input": ["x"]}
 _SCALAR = dataclasses.replace(build.spec(dims=()), reshaped=True)
+_STATE = State("past", "present", build.spec().dtype, (2, -1), (2, 1))
 
 
 def batching(**settings: Any) -> dict[str, Any]:
@@ -80,7 +81,8 @@ def state(**changes: Any) -> dict[str, Any]:
         ),
         (batching(max_sequence_idle_microseconds="5000000"), "sequencing.idle_s", 5.0),
         # sizes of -1 are 1 at first, as in Triton
-        (state(), "states", (State("past", "present", build.spec().dtype, (2, -1), (2, 1)),)),
+        (state(), "states", (_STATE,)),
+        (state(initial_state=[{"dims": ["2", "0"]}]), "states", (_STATE._replace(initial=(2, 0)),)),
     ],
 )
 def test_setting_or_its_default(document: dict[str, Any], path: str, expected: object) -> None:

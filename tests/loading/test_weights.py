@@ -203,7 +203,10 @@ def store_shards(folder: Path, shards: Mapping[str, State]) -> None:
 def test_shards_may_be_anywhere_in_the_folder_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     first, last = ({key: STATE[key]} for key in STATE)
     store_shards(tmp_path / "digits", {"../a.safetensors": first, "shards/b.safetensors": last})
-    assert torch.equal(load(tmp_path / "digits", INDEX)(X), Y)
+    module = load(tmp_path / "digits", INDEX)
+    assert torch.equal(module(X), Y)
+    mapped = weights.measure(module.parameters())
+    assert mapped.shared == mapped.total
     path = tmp_path / "digits" / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ArtifactError, match=r"a\.safetensors cannot be read: SafetensorErr"):

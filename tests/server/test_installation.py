@@ -123,8 +123,9 @@ def test_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert installation.TritonInstallation().executable == container
     monkeypatch.setenv("PATH", str(on_path.parent), prepend=os.pathsep)
     assert installation.TritonInstallation().executable == on_path
-    triton = installation.TritonInstallation(named)
-    assert triton.executable == named
+    monkeypatch.chdir(tmp_path)
+    triton = installation.TritonInstallation(named.relative_to(tmp_path))
+    assert triton.executable == named  # it is started in another folder
     assert triton.python_backend == tmp_path / "named/backends/python"
     assert tmp_path / "named/lib" in triton.libraries
 
