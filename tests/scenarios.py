@@ -192,6 +192,10 @@ def affine(**keywords: int) -> models.Affine:
     return models.Affine(**keywords)
 
 
+def affine_files() -> Writer:
+    return both(python(models.Affine), safe(affine().state_dict()))
+
+
 def x_to_y(y: int = 4, **parameters: str) -> str:
     return config({"x": [4]}, {"y": [y]}, parameters=parameters)
 

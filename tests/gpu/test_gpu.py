@@ -162,9 +162,6 @@ def test_clients_tensors_on_the_gpu(kind: str, tmp_path: Path, process: None) ->
         torch.testing.assert_close(output.cpu(), 2 * x)
 
 
-_AFFINE = scenarios.both(
-    scenarios.python(models.Affine), scenarios.safe(scenarios.affine().state_dict())
-)
 _GRAPHS = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "cudagraphs"}'}
 
 
@@ -179,7 +176,9 @@ _GRAPHS = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "cudagraphs"}'}
 def test_an_answer_is_the_same_in_a_batch_and_not_changed_by_the_next_one(
     parameters: dict[str, str], tmp_path: Path, process: None
 ) -> None:
-    served = Served(tmp_path, Scenario("net", _AFFINE, scenarios.x_to_y(3, **parameters)))
+    served = Served(
+        tmp_path, Scenario("net", scenarios.affine_files(), scenarios.x_to_y(3, **parameters))
+    )
     batches = [
         [torch.from_numpy(scenarios.floats(rows, 4, seed=seed))] * (2 if rows < 5 else 1)
         for seed, rows in enumerate((1, 2, 3, 8, 4, 1))

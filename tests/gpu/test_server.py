@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import models
 import numpy as np
 import pytest
 import scenarios
@@ -45,10 +44,7 @@ except (ToolError, ModuleNotFoundError) as error:
 def _affine(name: str, instances: int, **parameters: str) -> Scenario:
     more = f"instance_group [{{ kind: KIND_CPU count: {instances} }}]\n"
     config = scenarios.config({"x": [4]}, {"y": [3]}, parameters=parameters, more=more)
-    files = scenarios.both(
-        scenarios.python(models.Affine), scenarios.safe(scenarios.affine().state_dict())
-    )
-    return Scenario(name, files, config)
+    return Scenario(name, scenarios.affine_files(), config)
 
 
 _X = np.arange(4, dtype=np.float32)[None]

@@ -5,11 +5,8 @@ The pages that tests/deploy follows serve what `save_model` has written.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +19,7 @@ import pytest
 import scenarios
 import streamed
 import torch
-from children import until
+from children import starting, until
 from tritonclient.utils import InferenceServerException
 
 import torch_py_backend
@@ -119,11 +116,8 @@ def test_the_end_of_the_process_ends_the_server(
     """Ctrl-C and a death do, however far it has started; no file is left after Ctrl-C."""
     instances.named("function").lay_out(tmp_path / "models")
     (tmp_path / "temporary").mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", _SCRIPT, str(tmp_path / "models")],
-        stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
-    ) as process:  # fmt: skip
+    with starting(tmp_path / "temporary") as start:
+        process = start(_SCRIPT, tmp_path / "models").process
         try:
             until(lambda: len(living.descendants(process.pid)) >= processes)
             family = living.descendants(process.pid)

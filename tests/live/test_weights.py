@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,9 @@ class Wide(nn.Module):
 _STATE = {"linear.weight": torch.zeros(_WIDTH, _WIDTH), "linear.bias": torch.ones(_WIDTH)}
 
 
-def test_instances_load_in_turn_and_share_their_weights(tmp_path: Path) -> None:
+def test_instances_load_in_turn_and_share_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An unload leaves nothing of them: neither processes nor regions nor files."""
     (tmp_path / "temporary").mkdir()
     scenarios.Scenario(
@@ -64,11 +65,11 @@ def test_instances_load_in_turn_and_share_their_weights(tmp_path: Path) -> None:
     (tmp_path / "present").mkdir()
     inputs = infer_inputs(tritonclient.grpc, {"x": np.ones((1, _WIDTH), np.float32)})
     own = tmp_path / "temporary" / f"torch-py-backend-{os.geteuid()}"
-    with contextlib.ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv("TMPDIR", str(tmp_path / "temporary"))
-        server = stack.enter_context(running(tmp_path))
-        client = stack.enter_context(tritonclient.grpc.InferenceServerClient(server.grpc_address))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    with (
+        running(tmp_path) as server,
+        tritonclient.grpc.InferenceServerClient(server.grpc_address) as client,
+    ):
         assert set(client.infer("wide", inputs).as_numpy("y").flat) == {1}
         weights = _mapped(server, tmp_path / "repository" / "wide" / "1" / "model.safetensors")
         size = sum(tensor.nbytes for tensor in _STATE.values())

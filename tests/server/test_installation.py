@@ -20,10 +20,6 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = Path(torch_py_backend.__file__).parent
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 @pytest.fixture
 def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A backend directory; the package that is installed into it is a small one."""
@@ -83,7 +79,7 @@ def test_the_command_replaces_an_older_installation_and_removes_it(backends: Pat
         assert files_in(backends / name) == new
     for says in ("removed", "there is no"):
         assert run(*arguments, "--uninstall").stdout == f"{says} {target}\n"
-    assert names(backends) == ["pytorch"]
+    assert [path.name for path in backends.iterdir()] == ["pytorch"]
 
 
 @pytest.mark.parametrize("content", [f"{NAME}/libtriton_{NAME}.so", f"{NAME}/model.py", NAME])
@@ -109,7 +105,7 @@ def test_failed_installation_keeps_the_old_one(
     with pytest.raises(OSError, match=r"lost.py.*No such file or directory"):
         installation.install(backends, NAME)
     assert files_in(target) == before
-    assert names(backends) == [NAME]
+    assert [path.name for path in backends.iterdir()] == [NAME]
 
 
 def test_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

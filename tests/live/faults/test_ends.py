@@ -242,9 +242,8 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     built = f"open(f'{tmp_path}/{{os.getpid()}}.loading', 'x'); time.sleep(3)"
     _lay_out(tmp_path / "repository", "slow", built=built)
     events: list[Event] = []
-    with contextlib.ExitStack() as stack:
-        arguments, log = ("--model-control-mode=explicit", EXIT), tmp_path / "server.log"
-        server = stack.enter_context(Server(tmp_path / "repository", arguments=arguments, log=log))
+    arguments, log = ("--model-control-mode=explicit", EXIT), tmp_path / "server.log"
+    with Server(tmp_path / "repository", arguments=arguments, log=log) as server:
         server.wait_loaded()
         monitor = InstanceMonitor(server.status_folder)
         supervisor = Supervisor(server.client, monitor, events.append, 3, 200)

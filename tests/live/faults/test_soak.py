@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import living
-import models
 import numpy as np
 import psutil
 import pytest
@@ -62,8 +61,8 @@ _AFFINE = scenarios.affine()
 def _affine_of(name: str, instances: int) -> Scenario:
     more = "dynamic_batching { max_queue_delay_microseconds: 500 }\n"
     more += f"instance_group [{{ kind: KIND_CPU count: {instances} }}]\n"
-    files = scenarios.both(scenarios.python(models.Affine), scenarios.safe(_AFFINE.state_dict()))
-    return Scenario(name, files, scenarios.config({"x": [4]}, {"y": [3]}, more=more))
+    config = scenarios.config({"x": [4]}, {"y": [3]}, more=more)
+    return Scenario(name, scenarios.affine_files(), config)
 
 
 _STEADY = "steady"
