@@ -201,6 +201,12 @@ class Amiss(nn.Module):
 _UNARY = config(_COUNT, _Y, more="model_transaction_policy { decoupled: false }\n")
 REFUSED = (
     scenarios.refused("stream_in_unary", scenarios.text(TICKER), _UNARY, "decoupled: true"),
+    scenarios.refused(
+        "yields_a_set",
+        scenarios.text("def f(x):\n    yield {1}\n"),
+        config({"x": "FP32"}, _Y),
+        "output 'y' is a set",
+    ),
     # One stream alone would do.
     scenarios.refused(
         "steps_amiss", scenarios.text(_AMISS), config({"x": "FP32"}, _Y), "list with 2 pairs"
