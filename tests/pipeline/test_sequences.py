@@ -8,7 +8,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from stateful import IDLE_S, Served, config, make_state, step
 from torch import Tensor
@@ -114,6 +114,8 @@ def _reusing() -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
 
 
 @given(_EVENTS, st.sampled_from(["sum", "y"]), st.sampled_from([None, (4, 8)]))
+# The step of the second sequence overwrites the memory that held the state of the first one.
+@example([[step(1, 1, "s")], [step(2, 2, "s")], [step(1, 1)]], "sum", None)
 def test_in_any_order_each_sequence_has_its_own_sum(
     events: list[list[RequestItem] | float], output: str, buckets: tuple[int, ...] | None
 ) -> None:
