@@ -46,7 +46,7 @@ def printed(folder: Path, words: list[str], watch: Callable[[psutil.Process, str
             text += os.read(terminal, 65536).decode()
             watch(process, text)
     except OSError:  # the command has ended
-        return text.replace("\r", "")
+        return text.replace("\r", "").replace(f"{folder}/", "")
     finally:
         os.close(terminal)
         process.wait()
