@@ -24,7 +24,7 @@ from tritonclient.utils import InferenceServerException
 
 import torch_py_backend
 from torch_py_backend import LocalServer
-from torch_py_backend.errors import InputError
+from torch_py_backend.errors import InputError, ToolError
 
 _HALVES = scenarios.Scenario(
     "half",
@@ -43,8 +43,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     repository = tmp_path_factory.mktemp("models")
     for scenario in (instances.named("module_pt"), _HALVES, _TICKER):
         scenario.lay_out(repository)
-    with torch_py_backend.serve(repository) as running:
-        yield running
+    running = torch_py_backend.serve(repository)
+    try:
+        running.start()
+    except ToolError as error:
+        # tritonserver 24.10 rarely dies of boost's lock_exception while instances load.
+        if "ended by SIGABRT" not in str(error):
+            raise
+        running.start()
+    yield running
+    running.stop()
 
 
 def test_what_is_served_answers_as_the_module(server: LocalServer) -> None:
