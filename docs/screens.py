@@ -6,6 +6,7 @@ python docs/screens.py [serve] [check] [tune]
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -31,7 +32,7 @@ _FONTS = re.compile(r"@font-face \{.*?\}", flags=re.DOTALL)
 
 
 def printed(folder: Path, words: list[str], watch: Callable[[psutil.Process, str], None]) -> str:
-    """Return what a command prints to a terminal; `watch` gets it after each line."""
+    """Return what a command prints to a terminal; `watch` gets what has come so far, each time."""
     terminal, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, _COLUMNS, 0, 0))
     command = [str(Path(sys.executable).with_name(_COMMAND)), *words]
@@ -40,13 +41,13 @@ def printed(folder: Path, words: list[str], watch: Callable[[psutil.Process, str
         command, cwd=folder, env=os.environ | {"PATH": path}, stdout=inside, stderr=inside
     )
     os.close(inside)
-    text = ""
+    output = b""
     try:
         while True:
-            text += os.read(terminal, 65536).decode()
-            watch(process, text)
+            output += os.read(terminal, 65536)
+            watch(process, output.decode(errors="replace"))  # it may end within a character
     except OSError:  # the command has ended
-        return text.replace("\r", "").replace(f"{folder}/", "")
+        return output.decode().replace("\r", "").replace(f"{folder}/", "")
     finally:
         os.close(terminal)
         process.wait()
@@ -69,7 +70,7 @@ def kill_and_stop(process: psutil.Process, text: str) -> None:
 
 def draw(name: str, words: list[str], text: str) -> None:
     """Write a picture of a terminal."""
-    console = Console(record=True, width=_COLUMNS, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    console = Console(record=True, width=_COLUMNS, file=io.StringIO())
     console.print(f"$ {_COMMAND} {' '.join(words)}", style="bold", highlight=False)
     console.print(Text.from_ansi(text))
     picture = _FONTS.sub("", console.export_svg(title="", unique_id=name))

@@ -19,13 +19,13 @@ import fake_triton
 import pytest
 import torch
 
+from torch_py_backend.errors import BackendError, LoadError
+from torch_py_backend.processes import child_process
+
 # The adapter imports Triton's utilities, which exist only inside Triton's stub.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton)
 
 from torch_py_backend import adapter, composition  # noqa: E402  after the fake
-from torch_py_backend.adapter import TritonPythonModel  # noqa: E402
-from torch_py_backend.errors import BackendError, LoadError  # noqa: E402
-from torch_py_backend.processes import child_process  # noqa: E402
 
 
 @pytest.fixture
@@ -75,14 +75,14 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
         torch, "set_num_interop_threads", lambda count: interop.update(threads=count)
     )
     # As Triton, which ends every model that was started.
-    started: list[TritonPythonModel] = []
-    start = TritonPythonModel.initialize
+    started: list[adapter.TritonPythonModel] = []
+    start = adapter.TritonPythonModel.initialize
 
-    def initialize(model: TritonPythonModel, args: Mapping[str, str]) -> None:
+    def initialize(model: adapter.TritonPythonModel, args: Mapping[str, str]) -> None:
         started.append(model)
         start(model, args)
 
-    monkeypatch.setattr(TritonPythonModel, "initialize", initialize)
+    monkeypatch.setattr(adapter.TritonPythonModel, "initialize", initialize)
     monkeypatch.setattr(composition, "send", composition.send)
     package = logging.getLogger("torch_py_backend")
     monkeypatch.setattr(package, "handlers", [*package.handlers])

@@ -31,6 +31,7 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return torch.relu(x) @ torch.ones(3, 2)
 {_EXAMPLE}"""
+_HOOKS = "class Hooks:\n    def postprocess(self, result):\n        return result\n"
 _NO_INPUTS = "config.pbtxt lists no inputs"
 # By name: the config, the source, and the start of the error.
 _MODELS: dict[str, tuple[str, str, str]] = {
@@ -103,6 +104,10 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
 def test_printed_lines(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "machine_problems", lambda: ["It is too small."])
     repository = _lay_out(tmp_path, "raises", "gaps [red] ü", "other", "good")
+    folder = repository / "gaps [red] ü"
+    (folder / "1" / "hooks.py").write_text(_HOOKS)
+    with (folder / "config.pbtxt").open("a") as config:
+        config.write(pbtxt.lines("parameters", pbtxt.parameters({"NUM_THREADS": "1"}))[0])
     read = pbtxt.read
 
     def read_others(folder: Path) -> JsonObject:
@@ -117,7 +122,8 @@ def test_printed_lines(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert lines[0] == "PROBLEM It is too small."
     assert lines[1] == "OK      gaps [red] ü 1"
     assert "\nFAILED  model 'good': [Errno 13] Permission denied" in done.stdout
-    assert ["inputs", "x", "FP32", "[4]", "→", "x"] in [line.split() for line in lines]
+    for line in ("inputs x FP32 [4] → x", "hooks postprocess", "options NUM_THREADS 1"):
+        assert line.split() in [printed.split() for printed in lines]
     assert lines[-1] == "1 OK, 2 FAILED, 1 SKIPPED, 1 PROBLEM"
     assert "SKIPPED other: served by python" in lines
     _, _, text = done.stdout.partition("\nFAILED  model 'raises': ")
