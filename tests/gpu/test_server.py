@@ -89,10 +89,10 @@ def test_the_table_of_streams(one: streamed.Streamed, serving: Serving) -> None:
     client.channel.close()
 
 
-def test_instances_with_one_copy_of_the_weights_answer_at_the_same_time(serving: Serving) -> None:
+def test_instances_that_share_their_weights_answer_at_the_same_time(serving: Serving) -> None:
     check_together(serving.grpc, "shared", [Call({"x": _X}, {"y": _Y})] * 32)
     if not _ON_CPU:
-        assert serving.log.count("owns the weights") == 1
+        assert serving.log.count("shared by the instances on a GPU") == 2
 
 
 @_CUDA
