@@ -190,7 +190,7 @@ TABLE = (
         "complete_without_examples",
         scenarios.python(models.Negate),
         BARE,
-        "config.pbtxt lists no inputs, and",
+        "no inputs are listed, and",
         "expected example_inputs.safetensors",
     ),
     scenarios.refused(  # it ends the process that completes its config

@@ -25,9 +25,10 @@ def _serve(pipe: Connection, folder: Path, name: str) -> None:
     For each message it sends its output for ones, or the code of the error; for "double" it doubles
     its weights before.
     """
-    children.settle(folder)
     # Descriptors are sent to processes that torch has started only.
     torch.multiprocessing.set_sharing_strategy("file_system")
+    torch.ones(1).share_memory_()  # starts torch's manager, whose address is in the short TMPDIR
+    children.settle(folder)
     sharing.requested = lambda config: True
     named = sharing.named
     # Memory of the CPU moves when it is sent for the first time, unlike that of a GPU.

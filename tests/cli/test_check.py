@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
         return torch.relu(x) @ torch.ones(3, 2)
 {_EXAMPLE}"""
 _HOOKS = "class Hooks:\n    def postprocess(self, result):\n        return result\n"
-_NO_INPUTS = "config.pbtxt lists no inputs"
+_NO_INPUTS = "no inputs are listed"
 # By name: the config, the source, and the start of the error.
 _MODELS: dict[str, tuple[str, str, str]] = {
     "good": (_COMPLETE, _NEGATE, ""),

@@ -101,7 +101,7 @@ def _try(
     example = example_inputs.find(config, loaded.artifact)
     if not document.get("input") and example is None:
         raise ConfigError(
-            f"config.pbtxt lists no inputs, and {loaded.kind.value} does not define their shapes",
+            f"no inputs are listed, and {loaded.kind.value} does not define their shapes",
             expected=f"{_EXAMPLE} that returns a dict of tensors by input name",
             cure="Add one of them, or write the inputs and outputs into config.pbtxt. `init` copies"
             " the file beside the model, or takes --input NAME:TYPE:DIMS for each.",

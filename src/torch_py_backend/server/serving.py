@@ -55,7 +55,7 @@ def take_names(server: Server, *, allow_empty: bool = False) -> list[str]:
     if not allow_empty and not repositories.by_name(server.repository, names):
         raise ToolError(
             f"{server.repository} holds no models; expected folders with a config.pbtxt."
-            " --allow-empty serves it as it is."
+            " --allow-empty (in Python: allow_empty=True) serves it as it is."
         )
     return names
 

@@ -257,7 +257,7 @@ class Supervisor:
             if error and self._state(model.name).ready:
                 model.call = self.client.unload(model.name)
         elif model.phase is Phase.SERVING and error:
-            self.on_event(Event("FAILED", model.name, error))
+            self.on_event(Event("FAILED", model.name, f"{error}; the old one serves on"))
         elif not error and not model.death:
             self._serve(model, "reloaded" if model.phase is Phase.SERVING else "")
         elif call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
