@@ -33,6 +33,11 @@ def _passed(text: str) -> str:
     return text
 
 
+def _decoded(name: str) -> str:
+    """Return an ID as pybind11 does, which raises for bytes that are not UTF-8."""
+    return name.encode(errors="surrogateescape").decode()
+
+
 class TritonError:
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS = range(7)
     CANCELLED = 7
@@ -261,7 +266,7 @@ class InferenceRequest:
         return json.dumps(self._parameters)
 
     def correlation_id(self) -> int | str:
-        return self._turn.id
+        return self._turn.id if isinstance(self._turn.id, int) else _decoded(self._turn.id)
 
     def flags(self) -> int:
         starts = TRITONSERVER_REQUEST_FLAG_SEQUENCE_START * self._turn.starts
@@ -274,7 +279,7 @@ class InferenceRequest:
         return self._inputs
 
     def request_id(self) -> str:
-        return self._request_id
+        return _decoded(self._request_id)
 
     def is_cancelled(self) -> bool:
         return self._cancelled

@@ -305,7 +305,7 @@ class Nested(nn.Module):
 
 
 class Keys(nn.Module):
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, batch: dict[str, Any], more: Tensor | None = None) -> dict[str, Tensor]:
         return {"double": batch["a"] * 2, "first": batch["b"][:, :1]}
 
 

@@ -1,5 +1,3 @@
-"""The commands of `benchmarks/`."""
-
 from __future__ import annotations
 
 import runpy

@@ -52,7 +52,7 @@ def test_at_most_eight_names_are_shown() -> None:
         ("ValueError: twice", ": twice"),
         # folders of the server
         ("no /srv/models/digits/1/a.txt here", ": no a.txt here"),
-        ("'/srv/a/b.pt', (/srv/c/d.pt)", ": 'b.pt', (d.pt)"),
+        ("'/srv/a/b.pt', (/srv//c/d.pt)", ": 'b.pt', (d.pt)"),
         ("error:/srv/a/b.pt", ": error:b.pt"),
         ("at file:///srv/a/b.pt", ": at file://b.pt"),
         ("'/srv/my models/a.pt' and \"/srv/b c/d.pt\"", ": 'a.pt' and \"d.pt\""),

@@ -1,5 +1,3 @@
-"""Files are written at once, or not at all."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -25,8 +23,6 @@ def test_replace(tmp_path: Path) -> None:
 
 
 def test_replace_fails_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed write leaves the old file, and no part of the new one."""
-
     def refuse(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

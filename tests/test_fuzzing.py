@@ -51,10 +51,6 @@ def _option(path: Path) -> None:
     options.parse({key: {"string_value": bytes(text).decode(errors="replace")}})
 
 
-def _config(path: Path) -> None:
-    pbtxt.read(path.parent)
-
-
 def _archive(path: Path) -> None:
     """An archive of TorchServe: unpacked within its folder, or refused."""
     try:
@@ -158,7 +154,7 @@ def _seeds(test: Callable[..., None]) -> Callable[..., None]:
         ("model.safetensors.index.json", _index),
         ("net.py", discovery.source_files),
         ("parameter", _option),
-        ("config.pbtxt", _config),
+        ("config.pbtxt", lambda path: pbtxt.read(path.parent)),
         ("net.mar", _archive),
     ],
 )

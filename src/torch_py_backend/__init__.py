@@ -7,8 +7,7 @@
         outputs = server.infer("net", torch.rand(3, 4))
 
 Importing the package imports neither torch nor a client; the first use of a name does.
-`torch_py_backend.composition` calls other models from a model's code, and `torch_py_backend.errors`
-has the exceptions.
+The module `composition` calls other models from a model's code, and `errors` has the exceptions.
 """
 
 from __future__ import annotations

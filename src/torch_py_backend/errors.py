@@ -92,7 +92,13 @@ class CallError(ModelError):
     """A call of the model `called` failed; `code` is that of its response."""
 
     def __init__(
-        self, called: str, found: str, *, code: str = "INTERNAL", expected: str = "", cure: str = ""
+        self,
+        called: str,
+        found: str,
+        *,
+        code: str = "INTERNAL",
+        expected: str = "",
+        cure: str = "",
     ) -> None:
         super().__init__(f"model '{called}': {found}", expected=expected, cure=cure)
         self.code = code
@@ -155,7 +161,7 @@ _REMOVED = (
     # Folders in quotes, whose names may contain blanks.
     (re.compile(r"""(['"])/[^'"]*/(?=[^'"/]+\1)"""), r"\1"),
     # Other absolute folders; not after a letter (1/2/3, ../a/b), and not in a URL.
-    (re.compile(r"((?<=file://)|(?<![\w./])(?<!:/))/(?:[\w.@+~-]+/)+(?=[\w.@+~-])"), ""),
+    (re.compile(r"((?<=file://)|(?<![\w./])(?<!:/))/(?:[\w.@+~-]+/+)+(?=[\w.@+~-])"), ""),
     # Addresses in memory and in a network.
     (re.compile(r"( at)? 0x[0-9a-fA-F]{6,}"), ""),
     (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"), "(address)"),

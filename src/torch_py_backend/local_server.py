@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # Arrays by the names of the outputs.
 Outputs: TypeAlias = dict[str, NDArray[Any]]
+# Not through a proxy that variables name.
+_CHANNEL = [("grpc.enable_http_proxy", 0)]
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -170,7 +172,7 @@ class LocalServer:
     def client(self) -> InferenceServerClient:
         """A client of the gRPC endpoint."""
         self._check_started()
-        return InferenceServerClient(self.grpc_address)
+        return InferenceServerClient(self.grpc_address, channel_args=_CHANNEL)
 
     def infer(
         self,
@@ -208,7 +210,7 @@ class LocalServer:
         answers = queue.SimpleQueue[Any]()
         has_ended = False
         # A client has one stream at a time.
-        client = InferenceServerClient(self.grpc_address)
+        client = InferenceServerClient(self.grpc_address, channel_args=_CHANNEL)
         try:
             client.start_stream(lambda **answer: answers.put(answer), stream_timeout=timeout)
             client.async_stream_infer(model, sent, version, enable_empty_final_response=True)
@@ -282,6 +284,9 @@ def _array(name: str, value: Any, datatype: str) -> NDArray[Any]:
             otypes=[object],
         )(value)
         return array
+    if hasattr(value, "detach"):  # a torch tensor; numpy has no bfloat16
+        value = value.detach().cpu()
+        value = value.float() if str(value.dtype) == "torch.bfloat16" else value
     given = np.asarray(value)
     array = given.astype(triton_to_np_dtype(datatype))
     if array.dtype.kind in "iu" and not np.array_equal(array, given):

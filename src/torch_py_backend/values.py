@@ -32,7 +32,6 @@ Tree: TypeAlias = Any
 Call: TypeAlias = "Callable[..., Tree]"
 # Values that a client sends in addition to its tensors.
 Parameters: TypeAlias = "Mapping[str, str | int | float | bool]"
-
 _NO_PARAMETERS: Parameters = MappingProxyType({})
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -40,8 +39,7 @@ _NO_CONTEXT = contextlib.nullcontext()
 class Rows(NamedTuple):
     """How many rows one call of a model takes: from `least` to `most`, if there is a limit.
 
-    A program that was exported with a fixed batch size has least = most. Only the `buckets`, which
-    ascend, are allowed if there are any.
+    A fixed batch size has least = most. If there are `buckets`, ascending, only they are allowed.
     """
 
     least: int = 1
@@ -65,15 +63,12 @@ ANY_ROWS = Rows()
 
 
 class Step(NamedTuple):
-    """A request's place in its sequence; with an ID of 0, or an empty one, it only fills a slot.
-
-    `error` is why the request cannot be read; its item is then empty.
-    """
+    """A request's place in its sequence; with an ID of 0, or an empty one, it only fills a slot."""
 
     id: int | str
     starts: bool = False
     ends: bool = False
-    error: BackendError | None = None
+    error: BackendError | None = None  # why the request cannot be read; its item is then empty
 
 
 _NO_STEP = Step(0)
@@ -82,8 +77,7 @@ _NO_STEP = Step(0)
 class RequestItem(dict[str, Value]):
     """An item with what its request has beside tensors.
 
-    `context` returns a context manager in which the request's trace context is current; None:
-    Triton does not trace it.
+    `context` returns a context manager for its trace context; None: Triton does not trace it.
     """
 
     __slots__ = ("context", "parameters", "step")
@@ -109,7 +103,6 @@ def step(item: Item | BackendError) -> Step:
 
 
 def parameters(item: Item) -> Parameters:
-    """Return the parameters of an item's request."""
     return item.parameters if isinstance(item, RequestItem) else _NO_PARAMETERS
 
 
@@ -135,12 +128,10 @@ def to_column(value: Value) -> Value:
 
 
 def on_host(value: Value) -> Value:
-    """Return a value in host memory."""
     return value.cpu() if isinstance(value, Tensor) else value
 
 
 def clone(value: Value) -> Value:
-    """Return a copy of a value."""
     return value.clone() if isinstance(value, Tensor) else value.copy()
 
 

@@ -44,11 +44,26 @@ def test_numpy_that_garbles_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         instances.load(tmp_path, instances.named("function"))
 
 
-@pytest.mark.parametrize("change", ["write", "truncate", "rename"])
-def test_weights_that_are_written_in_place(change: str, tmp_path: Path) -> None:
+_OWN = """
+from pathlib import Path
+from safetensors.torch import load_file
+
+OWN = load_file(Path(__file__).with_name("own.safetensors"))
+"""
+_MAPS = scenarios.both(
+    scenarios.text(models.source(models.Factor) + _OWN),
+    scenarios.saved(models.Factor().state_dict()),
+    scenarios.safe({"own": torch.ones(4)}, "own.safetensors"),
+)
+_FATAL = ["write model.pt", "truncate model.pt", "write own.safetensors"]
+
+
+@pytest.mark.parametrize("written", [*_FATAL, "rename model.pt", "write model.py"])
+def test_mapped_files_that_are_written_in_place(written: str, tmp_path: Path) -> None:
     """Requests get 503 with the file's name; a file that is replaced by renaming is no matter."""
-    model = instances.load(tmp_path, instances.named("module_pt"))
-    (path,) = tmp_path.glob("*/1/model.pt")
+    model = instances.load(tmp_path, Scenario("maps", _MAPS, scenarios.x_to_y()))
+    change, name = written.split()
+    path = tmp_path / "maps" / "1" / name
     if change == "rename":
         shutil.copyfile(path, path.with_name("new"))
         path.with_name("new").replace(path)
@@ -61,11 +76,11 @@ def test_weights_that_are_written_in_place(change: str, tmp_path: Path) -> None:
     for _ in range(2):
         (response,) = model.execute([request(1)])
         error = response.error()
-        assert (error is None) == (change == "rename")
+        assert (error is not None) == (written in _FATAL)
         if error is not None:
             assert error.code() == fake_triton.TritonError.UNAVAILABLE
-            assert "model.pt was written in place" in error.message()
-    assert len(logged()) == (change != "rename")
+            assert f"{name} was written in place" in error.message()
+    assert len(logged()) == (written in _FATAL)
     model.finalize()
 
 
@@ -118,10 +133,10 @@ def test_logs_without_a_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A message that Triton cannot receive any more goes to standard error."""
-    logs.install("net")
+    logs.install("100%")
     monkeypatch.setattr(os, "getppid", lambda: -1)
     logging.getLogger("torch_py_backend").warning("late")
-    assert capsys.readouterr().err == "model 'net': late\n"
+    assert capsys.readouterr().err == "model '100%': late\n"
     assert not fake_triton.Logger.lines
 
 

@@ -65,13 +65,13 @@ def test_no_input_outlives_its_response(
 def test_log_names_the_requests(tmp_path: Path) -> None:
     """It has the traceback and the IDs of failed requests, which cannot add lines to it."""
     model = load(tmp_path)
-    failing = "first\nE1121 forged\x1b[0m", "", "x" * 1000
+    failing = "first\nE1121 forged\x1b[0m", "", "x" * 1000, "\udcff"
     sent = [request(1, "good"), *(request(-2, name) for name in failing)]
     sent.append(fake_triton.InferenceRequest([], "without its input"))
-    codes = [None, *[TritonError.INTERNAL] * 3, TritonError.INVALID_ARG]
+    codes = [None, *[TritonError.INTERNAL] * 4, TritonError.INVALID_ARG]
     assert check(sent, model.execute(sent)) == codes
     (line,) = logged()
-    named = f"(requests first?E1121 forged?[0m, without an id, {'x' * 64})"
+    named = f"(requests first?E1121 forged?[0m, without an id, {'x' * 64}, ?)"
     assert f"forward() raised SystemExit: 3. {named}" in line.splitlines()[0]
     assert "Traceback (most recent call last):" in line
     assert "model.py" in line
@@ -83,14 +83,10 @@ def shouts(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def test_ids_are_not_read_without_a_failure_and_long_messages_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_are_not_read_without_a_failure_and_long_messages_are_cut(tmp_path: Path) -> None:
     """Triton passes log messages through /dev/shm."""
     model = load(tmp_path, shouts)
-    with monkeypatch.context() as patched:
-        patched.setattr(fake_triton.InferenceRequest, "request_id", None)
-        patched.setattr(fake_triton.InferenceRequest, "is_cancelled", None)
+    with mock.patch.multiple(fake_triton.InferenceRequest, request_id=None, is_cancelled=None):
         sent = [request(1), request(2)]
         assert check(sent, model.execute(sent)) == [None, None]
     model.execute([request(-1)])
@@ -242,7 +238,7 @@ class Loaded(Served):
         text = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters, more=more)
         super().__init__(folder, Scenario("sums", scenarios.python(definition), text))
 
-    def step(self, value: float, flags: str = "", id: int = 7, **how: Any) -> Any:  # noqa: A002  Triton's name
+    def step(self, value: float, flags: str = "", id: Any = 7, **how: Any) -> Any:  # noqa: A002  Triton's name
         row = np.full((1, 4), value, dtype=np.float32)
         return self.request({"x": row}, turn=Turn(id, "s" in flags, "e" in flags), **how)
 
@@ -274,6 +270,12 @@ def test_a_request_that_cannot_be_read(flags: str, after: float, tmp_path: Path)
         assert loaded.run(loaded.step(7)) == [TritonError.INVALID_ARG]
     again = loaded.step(3, "s") if flags == "se" else loaded.step(7)
     assert loaded.run(again) == [after]
+
+
+def test_a_step_of_a_sequence_whose_id_is_not_utf_8_is_refused_alone(tmp_path: Path) -> None:
+    loaded = Loaded(tmp_path)
+    steps = loaded.step(1, "s", id="\udcff"), loaded.step(2, "s")
+    assert loaded.run(*steps) == [TritonError.INVALID_ARG, 2]
 
 
 def test_a_cancelled_step_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

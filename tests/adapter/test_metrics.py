@@ -1,5 +1,3 @@
-"""The metrics of an instance, against the fake of Triton's utilities."""
-
 from __future__ import annotations
 
 import threading
@@ -132,8 +130,7 @@ def test_an_idle_instance_sends_nothing_but_the_memory_of_each_gpu_in_use(
     model = load(tmp_path, judge())
     name = "device_memory_allocated_bytes"
     assert f"pytorch_py_{name}" not in MetricFamily.made
-    with monkeypatch.context() as patched:
-        patched.setattr(fake_triton.Metric, "set", None)
+    with mock.patch.object(fake_triton.Metric, "set", None):
         model._publisher.publish()
     assert model._publisher._table
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10), (3, 30)])
@@ -169,9 +166,7 @@ def test_triton_that_refuses_values(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     model = load(tmp_path, judge())
     refuse = mock.Mock(side_effect=TritonModelException("gone"))
-    with monkeypatch.context() as patched:
-        patched.setattr(fake_triton.Metric, "increment", refuse)
-        patched.setattr(fake_triton.Metric, "set", refuse)
+    with mock.patch.multiple(fake_triton.Metric, increment=refuse, set=refuse):
         model._engine.counts.count_requests("OK")  # only values that change are published
         until(lambda: not model._publisher._table)
         refuse.assert_called_once()

@@ -1,5 +1,3 @@
-"""The adapter of decoupled models: requests and streams of responses."""
-
 from __future__ import annotations
 
 import threading
@@ -78,7 +76,7 @@ _ENDLESS = "def forward(x):\n    while True:\n        yield x\n"
 
 
 def _request(served: Served, value: float = 1) -> Any:
-    return served.request({"x": streamed.floats(value)})
+    return served.request({"x": streamed.floats(value)}, "\udcff")  # not UTF-8
 
 
 def _sent(served: Served, value: float = 1) -> Any:
@@ -159,13 +157,15 @@ def test_a_stream_that_has_ended_is_not_checked(tmp_path: Path) -> None:
 def test_an_unexpected_exception_ends_a_stream_and_releases_its_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raises = "raise torch_py_backend.errors.CallError('other', 'no', code='OF_NO_SERVER')"
+    # With a code and a text that Triton does not take.
+    raises = "raise torch_py_backend.errors.CallError('other', chr(int(x)), code='OF_NO_SERVER')"
     text = f"def forward(x):\n    yield x\n    if x > 1:\n        {raises}\n"
     served = Served(tmp_path, _model(f"import torch_py_backend.errors\n{text}", MAX_STREAMS="1"))
-    for value in (2, 1, 2):
+    for value in (2, 0xD800, 1, 2):
         error = _last(served, value).error()
         assert error.code() == fake_triton.TritonError.INTERNAL
-        monkeypatch.setattr(served.model._engine, "clean", lambda: 1 / 0)
+        if value > 2:
+            monkeypatch.setattr(served.model._engine, "clean", lambda: 1 / 0)
     until(lambda: _live() == 0)
     assert "ZeroDivisionError" in logged()[-1]
 
@@ -286,16 +286,19 @@ def test_a_fatal_error_ends_live_and_new_streams(
 
 _EXITS = """import asyncio, sys
 
+queue = asyncio.Queue()
+
 async def forward(x):
     yield x
+    loop = asyncio.get_running_loop()
     if x > 1:
-        asyncio.get_running_loop().call_soon(sys.exit, 3)
-    await asyncio.sleep(0.01)
-    yield x
+        loop.call_soon(sys.exit, 3)
+    loop.call_later(0.01, queue.put_nowait, x)
+    yield await queue.get()
 """
 
 
-def test_a_model_whose_event_loop_raises_system_exit_has_its_streams(tmp_path: Path) -> None:
+def test_a_model_with_a_queue_and_a_system_exit_has_its_streams(tmp_path: Path) -> None:
     served = Served(tmp_path, _model(_EXITS))
     for _ in range(2):
         (responses,) = served.send(_request(served, 2))

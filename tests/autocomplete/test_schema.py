@@ -182,7 +182,7 @@ def test_invalid_examples(tmp_path: Path, examples: str | None, message: str) ->
 
 _HOOKS = f"""{_HEADER}
 def example_inputs():
-    return {{name: torch.rand(2, 4) for name in "{{0}}"}}
+    return dict.fromkeys("{{0}}", torch.rand({{1}}, 4))
 
 
 def forward(x):
@@ -200,20 +200,21 @@ _OF_TEXTS = """
         return {'label': str(len(result))}
 """
 _TEXTS_LISTED = {"input": _listed("texts", 1, kind="STRING"), "max_batch_size": 2}
-_PREPROCESS = "    def preprocess(self, x"
+_BY_ROW = "    def preprocess(self, x"
 
 
 @pytest.mark.parametrize(
-    ("example", "methods", "config", "described"),
+    ("example", "rows", "methods", "config", "described"),
     [
-        ("", _OF_TEXTS, _TEXTS_LISTED, "texts STRING [1] → label STRING [] (2)"),
-        ("xm", f"{_PREPROCESS}, m): return x * 2\n", {}, "x [4], m [4] → OUTPUT__0 [3] (8)"),
-        ("x", f"{_PREPROCESS}): return x.reshape(2, 4)\n", {}, "x [2, 4] → OUTPUT__0 [2, 3] (0)"),
+        ("", 0, _OF_TEXTS, _TEXTS_LISTED, "texts STRING [1] → label STRING [] (2)"),
+        ("xm", 2, f"{_BY_ROW}, m): return x * 2\n", {}, "x [4], m [4] → OUTPUT__0 [3] (8)"),
+        ("x", 1, f"{_BY_ROW}): return x * 2\n", {}, "x [4] → OUTPUT__0 [3] (8)"),
+        ("x", 2, f"{_BY_ROW}): return x.reshape(2, 4)\n", {}, "x [2, 4] → OUTPUT__0 [2, 3] (0)"),
     ],
 )
 def test_inputs_come_from_config_or_example_and_outputs_from_the_hooks(
-    example: str, methods: str, config: dict[str, Any], described: str, tmp_path: Path
+    example: str, rows: int, methods: str, config: dict[str, Any], described: str, tmp_path: Path
 ) -> None:
     (tmp_path / "1").mkdir()
-    scenarios.hooked(_HOOKS.replace("{0}", example) + methods)(tmp_path / "1")
+    scenarios.hooked(_HOOKS.format(example, rows) + methods)(tmp_path / "1")
     assert _describe(tmp_path, **config) == described

@@ -1,5 +1,3 @@
-"""`check`: models tried without a server."""
-
 from __future__ import annotations
 
 import importlib

@@ -1,7 +1,3 @@
-"""`init`: model folders made from artifacts."""
-
-from __future__ import annotations
-
 import io
 import json
 import shlex
@@ -90,7 +86,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
     [
         ("script/script.pt", "example_inputs.safetensors model.pt", 8, {}),
         (f"bare.pt {_INPUT}", "model.pt", 8, {}),
-        ("program.pt2 '--name=größe 2.0 -x_y'", "model.pt2", 64, {}),
+        ("program.pt2 '--name=größe2.0-x_y'", "model.pt2", 64, {}),
         ("classes.safetensors", "model.py model.safetensors", 8, {}),
         ("classes.py --name=a.v1", "model.py model.safetensors", 8, {}),
         # the class of several whose keys the weights have
@@ -175,8 +171,9 @@ def test_caches_of_decoders(name: str) -> None:
     assert artifact_files.pretrained_kwargs(["input_ids", name]) == {"use_cache": False}
 
 
+_CENTERED = b"def forward(x):\n    return x - x.mean(0)\n"
 _BAD_NAMES = (
-    "../evil", "/tmp/evil", "..", ".hidden", "[red]",
+    "../evil", "/tmp/evil", "..", ".hidden", "[red]", "a b",
     'a"b', "a\\b", " ", 'a\nplatform: "x" #', "a\n"
 )  # fmt: skip
 _NO_CLASS = "net is a folder without a config.json of transformers"
@@ -187,6 +184,7 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
     [
         ({}, ["--input=x"], "--input is 'x'; expected NAME:TYPE:DIMS such as x:FP32:3x224"),
         ({}, ["--input=x:FLOAT:3"], "with one of the types BOOL"),
+        ({}, ["--input=:FP32:2"], "--input is ':FP32:2'; expected NAME:"),
         ({}, ["--example=none"], "--example was removed. Put the inputs beside the model as"),
         ({}, ["--repository=/dev/null/models"], "/dev/null"),
         *(({}, [f"--name={name}"], f"the model's name is '{name}'") for name in _BAD_NAMES),
@@ -195,6 +193,7 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
         # inputs that are unknown, or do not fit; classes and weights that do not
         ({"net.pt": _SCRIPT}, [], "does not define their shapes"),
         ({"net.pt": _SCRIPT}, ["--input=x:FP32:5"], "cannot be multiplied"),
+        ({"net.py": _CENTERED}, [_INPUT], "rows that do not depend on each other"),
         ({"net.py": _NETS}, ["--class=Affine", _INPUT], "there is no weights file beside model.py"),
         ({"net.py": _NETS}, [_INPUT], "model.py defines Affine, Negate"),
         (

@@ -1,5 +1,3 @@
-"""The parameters of config.pbtxt."""
-
 import json
 import re
 from typing import Any

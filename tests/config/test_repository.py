@@ -1,5 +1,3 @@
-"""Models and versions of a model repository on disk."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The number of threads of an instance."""
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""`make demo`: examples/demo.py with a real server."""
-
 from __future__ import annotations
 
 import shutil

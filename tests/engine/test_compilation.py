@@ -1,7 +1,5 @@
 """Compiled models before and after they are sealed, and what later starts find of their graphs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -10,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import build
 import models
@@ -22,7 +21,7 @@ from torch._inductor.utils import clear_inductor_caches
 
 from torch_py_backend.config import threads
 from torch_py_backend.engine import compilation, load, runtime, warmup
-from torch_py_backend.errors import ConfigError, LoadError
+from torch_py_backend.errors import ConfigError, LoadError, PlatformError
 from torch_py_backend.pipeline.run import Counts
 from torch_py_backend.processes import private_files
 
@@ -157,8 +156,12 @@ def used(folder: Path, **options: Any) -> Path:
     return cache
 
 
-def test_compiled_code_is_in_the_model_s_folder_or_a_named_one(tmp_path: Path) -> None:
+def test_compiled_code_is_in_the_model_s_folder_or_a_named_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A relative COMPILE_CACHE_DIR is in the model's folder, wherever the server was started."""
+    unusable = mock.Mock(side_effect=PlatformError("the temporary folder cannot be used"))
+    monkeypatch.setattr(private_files, "shared_folder", unusable)
     assert used(tmp_path) == tmp_path / "compile_cache"
     for name in ("cache", str(tmp_path / "a" / "b")):
         assert used(tmp_path, compile_cache_dir=name) == tmp_path / name

@@ -1,5 +1,3 @@
-"""Building an engine from a config."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -64,7 +64,6 @@ _PART = 4 << 20
 
 
 def test_freed_memory_is_kept() -> None:
-    """Batches cause no page faults after the first ones."""
     assert children.call(_faults) < 10 * _PART // 4096  # the pages of one batch
 
 

@@ -1,5 +1,3 @@
-"""Streams: their responses, the order of these, how streams end, and steps that they share."""
-
 from __future__ import annotations
 
 import asyncio

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from models import double
 from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
@@ -64,10 +65,6 @@ def test_a_request_has_notes_on_large_values() -> None:
 def test_row_counts_and_sizes(rows: int, dims: tuple[int, ...], expected: list[list[int]]) -> None:
     config = build.config(max_batch_size=rows, inputs=(build.spec("x", dims=dims),))
     assert [list(item["x"].shape) for item in batches(config)] == expected
-
-
-def double(x: Tensor) -> Tensor:
-    return x * 2
 
 
 def guarded(x: Tensor) -> Tensor:
@@ -163,9 +160,6 @@ def test_calls_with_each_sample(torchscript: bool) -> None:
     [
         (lambda x: x @ torch.ones(3, 3), "forward() raised RuntimeError: ", True),
         (lambda x: x.double(), "data_type: TYPE_FP64 dims: [ 4 ].", False),
-        (lambda x: x[:, :2], "data_type: TYPE_FP32 dims: [ 2 ].", False),
-        (lambda x: x[:1], "output 'y' has 1 row for a batch of 8", False),
-        (lambda x: None, "output 'y' is a NoneType", False),
     ],
 )
 def test_a_failed_warm_up_fails_the_load(
@@ -257,8 +251,9 @@ _DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
 _INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "row": lambda x: x.softmax(-1),
     "random": lambda x: x + torch.rand(x.shape),
-    "rounded": lambda x: x.bfloat16().softmax(-1).float() + 1e-3 * x.shape[0],
+    "rounded": lambda x: x.bfloat16().sigmoid().float() + 1e-3 * x.shape[0],
     "integers": lambda x: (x > x.mean(0)).long(),
+    "a mask, some of whose values jump": lambda x: (x + 1e-3 * x.shape[0] > 0.5).float(),
     "empty": lambda x: x[:, :0],
     "padded": lambda x: torch.nn.functional.pad(x, (0, x.shape[0])),
     "writes into its inputs": lambda x: x.add_(1),
@@ -302,13 +297,6 @@ def test_rows_that_may_be_batched(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.pbtxt").write_text(_GAPS)
-    warmup.check_rows(build.config(tmp_path), _call(_INDEPENDENT[name]), {}, 7)
-    assert not caplog.messages
-
-
-def test_values_that_may_jump(tmp_path: Path) -> None:
-    """A small difference changes some values of a mask or an order completely."""
-    (tmp_path / "config.pbtxt").write_text(_GAPS)
     config = build.config(tmp_path, inputs=(build.spec("x", dims=(1000,)),))
-    call = _call(lambda x: (x + 1e-3 * x.shape[0] > 0.5).float())
-    warmup.check_rows(config, call, {}, 7)
+    warmup.check_rows(config, _call(_INDEPENDENT[name]), {}, 7)
+    assert not caplog.messages

@@ -1,5 +1,3 @@
-"""`torch-py-backend serve`: what it prints, and what it leaves behind."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -51,7 +49,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in _REFUSED.items():
         (folder / name).mkdir()
         (folder / name / "config.pbtxt").write_text(text)
-    (folder / "misspelt" / "1").mkdir()
+    for name in ("misspelt/1", ".git", "__pycache__"):  # two hidden folders
+        (folder / name).mkdir()
     return folder
 
 
@@ -63,6 +62,7 @@ def served(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     variables = {
         "TMPDIR": str(tmp_path_factory.mktemp("temporary")),
         "TORCH_PY_BACKEND_ADMIN_KEY": _KEY,
+        "http_proxy": "http://127.0.0.1:9",  # not for this machine
     }
     address = f"--address={_LOOPBACK}"
     with supervised.serve(

@@ -70,8 +70,10 @@ def test_values_that_numpy_does_not_have(server: LocalServer) -> None:
     assert torch.equal(torch.from_numpy(outputs["y"].astype(np.float32)), x * 2)
 
 
-def test_stream(server: LocalServer) -> None:
-    """Each response is a dict of arrays; a stream may be left."""
+def test_stream(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each response is a dict of arrays; a stream may be left. No proxy is used."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delattr(server, "client", raising=False)
     rows = [outputs["y"].tolist() for outputs in server.stream("ticker", [3])]
     assert rows == [[0.0], [1.0], [2.0]]
     assert next(server.stream("ticker", [4]))["y"].tolist() == [0.0]

@@ -1,5 +1,3 @@
-"""Gather items into a batch, scatter its outputs, and the rows of its calls."""
-
 from __future__ import annotations
 
 from typing import Any

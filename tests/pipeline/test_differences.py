@@ -1,5 +1,3 @@
-"""The error of an output against a reference."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""The pipeline of a model with hooks: rows, batches, results, and errors."""
-
 from __future__ import annotations
 
 import collections
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engines import engine
+from models import double
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -40,10 +39,6 @@ _ONE, _TWO = item([1.0]), item([1.0], [2.0])
 def values(outcomes: Any) -> list[Any]:
     """Return each outcome's output as lists, or its error."""
     return [one if isinstance(one, BackendError) else one["y"].tolist() for one in outcomes]
-
-
-def doubled(x: Tensor) -> Tensor:
-    return 2 * x
 
 
 @pytest.mark.parametrize(
@@ -85,7 +80,7 @@ def test_a_rows_value_has_the_annotated_type(
     preprocess.__annotations__["x"] = annotation
     scale = dataclasses.replace(build.spec("scale", dims=(1,)), optional=True)
     model = engine(
-        doubled,
+        double,
         hooks={"preprocess": preprocess},
         inputs=(build.spec("x", kind, (-1,)), scale),
         max_batch_size=8 if batched else 0,
@@ -141,7 +136,7 @@ def test_collate_makes_one_batch_of_rows_of_any_type() -> None:
         return torch.tensor([[len(row)] for row in rows], dtype=torch.float32)
 
     hooks: dict[str, Any] = {"preprocess": lambda x: "a" * int(x.sum()), "collate": collate}
-    model = engine(doubled, hooks=hooks)
+    model = engine(double, hooks=hooks)
     assert values(model.run([item([1.0, 1.0], [3.0, 0.0]), item([1.0])])) == [[[4], [6]], [[2]]]
     assert received == [["aa", "aaa", "a"]]
     hooks["preprocess"] = lambda x: x
@@ -178,7 +173,7 @@ def test_the_result_of_postprocess_becomes_the_output_or_is_refused(
     outputs = (build.spec("y", kind, (1,)),)
     for value in (returned, {"y": returned}):
         hooks = {"postprocess": lambda result, value=value: value}
-        (outcome,) = engine(doubled, hooks=hooks, outputs=outputs).run([_ONE])
+        (outcome,) = engine(double, hooks=hooks, outputs=outputs).run([_ONE])
         if isinstance(expected, list):
             assert values([outcome]) == [expected]
         else:
@@ -193,14 +188,14 @@ def test_hooks_get_the_parameters_of_their_rows() -> None:
         "postprocess": lambda result, parameters: result + parameters["n"],
     }
     # The last row, with its parameters, fills the bucket.
-    model = engine(doubled, hooks=hooks, batch_buckets=(4,))
+    model = engine(double, hooks=hooks, batch_buckets=(4,))
     sent = [item([1.0], [2.0], n=3), item([3.0], n=5)]
     assert values(model.run(sent)) == [[[27], [33]], [[85]]]
     hooks = {
         "preprocess_batch": lambda x, parameters: x + _n_of(parameters),
         "postprocess_batch": lambda result, parameters: result + _n_of(parameters),
     }
-    assert values(engine(doubled, hooks=hooks).run(sent)) == [[[11], [13]], [[21]]]
+    assert values(engine(double, hooks=hooks).run(sent)) == [[[11], [13]], [[21]]]
 
 
 def _n_of(rows: Any) -> Tensor:
@@ -231,7 +226,7 @@ def test_an_exception_of_a_hook_fails_only_its_request(name: str, kind: type) ->
     if name == "collate":
         hooks = {"preprocess": lambda x: x, "collate": lambda rows: picky(torch.stack(rows))}
     sent = [item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])]
-    model = engine(doubled, hooks=hooks)
+    model = engine(double, hooks=hooks)
     outcomes: Any = model.run(sent)
     assert [type(one) for one in outcomes] == [dict, kind, ForwardError, InputError, dict]
     assert [one.reported for one in outcomes[1:4]] == [kind is ForwardError, True, False]
@@ -242,11 +237,7 @@ def test_an_exception_of_a_hook_fails_only_its_request(name: str, kind: type) ->
 
 
 def test_a_batch_whose_preprocess_called_another_model_is_halved() -> None:
-    def call(x: Tensor) -> Tensor:
-        called: Tensor = composition.model("other")(x=x)["y"]
-        return called
-
-    model = engine(picky, hooks={"preprocess": call})
+    model = engine(picky, hooks={"preprocess": lambda x: composition.model("other")(x=x)["y"]})
     with composition.stand_in({"other": lambda x: {"y": x}}):
         outcomes = model.run([item([1.0]), item([0.0]), item([2.0])])
     assert [type(one) for one in outcomes] == [dict, ForwardError, dict]
@@ -255,7 +246,7 @@ def test_a_batch_whose_preprocess_called_another_model_is_halved() -> None:
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu.install(monkeypatch)
-    model = engine(fake_gpu.put, hooks={"preprocess": doubled}, force_cpu_only_input_tensors=False)
+    model = engine(fake_gpu.put, hooks={"preprocess": double}, force_cpu_only_input_tensors=False)
     x = torch.ones(1, 2)
     outcomes: Any = model.run([{"x": fake_gpu.put(x) if on_gpu else x}])
     assert outcomes[0]["y"].is_cuda == on_gpu
@@ -276,7 +267,7 @@ def _with_optional(x: Tensor, z: Tensor | None = None) -> Tensor:
         ("preprocess", lambda x: object() if x > 1 else x, _TWO, "an object, which cannot be"),
         ("preprocess", lambda x: torch.ones(int(x)), _TWO, "other names or shapes for other rows"),
         ("preprocess", lambda x: {"a": x} if x > 1 else {"x": x}, _TWO, "other names or shapes"),
-        ("preprocess", lambda x: {"x" if x < 2 else "b": x}, item([2.0]), "has no b"),
+        ("preprocess_batch", lambda x: {"b" if 2 in x else "x": x}, item([2.0]), "has no b"),
         ("postprocess_batch", lambda y: y[:1], _TWO, "has 1 row for a batch of 2"),
         ("postprocess", lambda y: {"z": y} if y > 2 else y, item([2.0]), "returns, a dict"),
         ("postprocess", lambda y: y / (y - 4), item([2.0]), "holds NaN or infinity"),
@@ -288,22 +279,29 @@ def test_a_request_is_refused_and_the_next_one_is_served(
 ) -> None:
     optional = dataclasses.replace(build.spec("z", dims=(-1,)), optional=True)
     inputs = (_X, optional) if hook is _with_optional else (_X,)
-    model = engine(doubled, hooks={name: hook}, inputs=inputs, check_finite=True)
+    model = engine(double, hooks={name: hook}, inputs=inputs, check_finite=True)
     refused, served = model.run([sent, _ONE])
     assert message in str(refused)
     assert isinstance(refused, BackendError)
     assert isinstance(served, dict)
 
 
+def test_rows_that_do_not_fit_in_memory_fail_their_request_only() -> None:
+    model = engine(double, hooks={"preprocess": lambda x: x.float()}, cast_inputs="FP64")
+    refused, served = model.run([{"x": torch.ones(1, 1).expand(1, 10**15)}, _ONE])
+    assert "not fit in memory" in str(refused)
+    assert values([served]) == [[[2]]]
+
+
 def test_preprocess_must_take_the_type_of_its_input() -> None:
     def preprocess(x: int) -> None: ...
 
     with pytest.raises(BindingError, match=r"'x' is BYTES, and preprocess\(x\) has no"):
-        engine(doubled, hooks={"preprocess": lambda x: x}, inputs=(build.spec("x", "BYTES"),))
+        engine(double, hooks={"preprocess": lambda x: x}, inputs=(build.spec("x", "BYTES"),))
     with pytest.raises(BindingError, match=r"no input feeds preprocess\(\)'s argument language"):
-        engine(doubled, hooks={"preprocess": lambda x, language: x})
+        engine(double, hooks={"preprocess": lambda x, language: x})
     with pytest.raises(BindingError, match=r"'x' is FP32, and preprocess\(\) takes an int"):
-        engine(doubled, hooks={"preprocess": preprocess})
+        engine(double, hooks={"preprocess": preprocess})
 
 
 class _Pair(NamedTuple):

@@ -1,5 +1,3 @@
-"""Check, decode, group and convert items."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -13,7 +11,7 @@ import torch
 from engines import engine, texts
 
 from torch_py_backend.config.model_config import Origin
-from torch_py_backend.errors import BindingError, InputError
+from torch_py_backend.errors import InputError
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.signature import introspection
@@ -53,11 +51,6 @@ def of_texts(x: list[str]) -> Any:
 
 def of_pair(x: Any, n: Any = None) -> Any:
     return x
-
-
-def test_a_scalar_of_another_type_is_refused_at_load() -> None:
-    with pytest.raises(BindingError, match="'n' is BYTES, and forward"):
-        inputs_of(of_number, inputs=(build.spec("x"), build.spec("n", "BYTES", (1,))))
 
 
 _BYTES = [[b"a", b"\xff"], [b"", b"b"]]

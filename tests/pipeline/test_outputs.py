@@ -1,5 +1,3 @@
-"""Extraction of outputs: check, reshape and make contiguous."""
-
 from __future__ import annotations
 
 import dataclasses

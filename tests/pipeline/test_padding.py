@@ -1,5 +1,3 @@
-"""Padding of inputs, and cutting of outputs."""
-
 from __future__ import annotations
 
 from typing import Any

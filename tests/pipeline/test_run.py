@@ -1,5 +1,3 @@
-"""The pipeline: calls of the model, their arguments, and the outcome of each item."""
-
 from __future__ import annotations
 
 import time
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engines import engine
+from models import double
 from torch import Tensor
 
 from torch_py_backend.errors import OutputError
@@ -63,19 +62,15 @@ def fits(x: Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def doubled(x: Tensor) -> Tensor:
-    return 2 * x
-
-
 @pytest.mark.parametrize("lengths", [[1] * 5, [1, 2]], ids=["one shape", "two shapes"])
 @pytest.mark.parametrize(
     ("judge", "how"),
     [
         (serves, {"batch_buckets": (2,)}),
         (fits, {}),
-        (serves, {"hooks": {"preprocess": doubled}}),
+        (serves, {"hooks": {"preprocess": double}}),
         (serves, {"hooks": {"preprocess": lambda x: x.mul_(2)}}),
-        (serves, {"hooks": {"postprocess": doubled}}),
+        (serves, {"hooks": {"postprocess": double}}),
     ],
     ids=["buckets", "halves", "preprocess", "in place", "postprocess"],
 )
@@ -106,7 +101,7 @@ def test_seconds_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return stage
 
-    plain = engine(doubled).stages
+    plain = engine(double).stages
     stages = plain._replace(
         send=taking(2, lambda columns: columns),
         extract=taking(8, plain.extract),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import models
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from stateful import IDLE_S, Served, config, make_state, step
 from torch import Tensor
 
+from torch_py_backend import values
 from torch_py_backend.engine import warmup
 from torch_py_backend.errors import ForwardError, InputError, OutputError, UnavailableError
 from torch_py_backend.pipeline.sequences import GRACE_S
@@ -60,6 +62,17 @@ def test_states_of_any_type(dtype: str) -> None:
     served = Served(config(make_state(dtype=dtype)), forward)
     assert served.send(step(1, 1, "s"), step(2, 0, "s")) == [1, 0]
     assert served.send(step(1, 0), step(2, 0)) == [1, 0]
+
+
+def test_a_new_state_that_does_not_fit_in_memory_fails_its_step_only() -> None:
+    served = Served(config(make_state()), models.Accumulate())
+    served.send(step(1, 1, "s"), step(2, 10, "s"))
+    copies = [MemoryError(), torch.full((1, 4), 20.0)]
+    with mock.patch.object(values, "clone", side_effect=copies):
+        refused, other = served.send(step(1, 1), step(2, 10))
+    assert "not fit in memory" in str(refused)
+    assert other == 20
+    assert served.send(step(1, 1), step(2, 10)) == [2, 30]
 
 
 def test_the_warm_up_runs_first_steps_and_those_that_follow_them() -> None:

@@ -1,5 +1,3 @@
-"""The status of an instance, and the reader of its file."""
-
 from __future__ import annotations
 
 import os

@@ -35,6 +35,7 @@ _X = torch.rand(2, 4)
 _TWO = {"model_kwargs": {"width": 2}}
 _NO_BATCH = {"max_batch_size": 0}
 _KEYS = {"a": _X, "b": torch.rand(2, 3)}
+_DEEP = {**_KEYS, "c": {"d": _X}}
 _IDS = {"ids": torch.randint(0, 20, (2, 5))}
 _DYNAMIC = {"dynamic_shapes": {"ids": {0: Dim("batch"), 1: Dim("length")}}}
 
@@ -52,6 +53,7 @@ _BOTH = _SOURCE | _PROGRAM
 # By default it is source, if its class can be imported and builds it again.
 _SOURCE_BY_DEFAULT, _PROGRAM_BY_DEFAULT = {None: "model.py"}, {None: "model.pt2"}
 _NESTED = "x [4], KWARGS[extra][bias] [4], KWARGS[pair][0] [4], KWARGS[pair][1] [4] → y [4] (8)"
+_PARTS, _DOUBLE = "KWARGS[batch][a] [4], KWARGS[batch][b] [3]", "double [4], first [1] (8)"
 _TOKENS = "ids INT64 [-1] → OUTPUT__0 [-1, 20], OUTPUT__1 INT64 [] (8)"
 # Formats, a module, its example and other options, and the config.
 _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], str], ...] = (
@@ -64,7 +66,9 @@ _CASES: tuple[tuple[Any, Callable[[], nn.Module], Any, dict[str, Any], str], ...
     (_PROGRAM_BY_DEFAULT, lambda: nn.Linear(4, 3), _X, {}, "input [4] → OUTPUT__0 [3] (8)"),
     (_PROGRAM, models.InPlace, _X, {}, "x [4] → OUTPUT__0 [4] (8)"),
     (_BOTH, models.Nested, (_X, {"bias": _X}, (_X, _X)), {}, _NESTED),
-    (_SOURCE, models.Keys, (_KEYS,), {}, "a [4], b [3] → double [4], first [1] (8)"),
+    (_SOURCE, models.Keys, (_KEYS,), {}, f"a [4], b [3] → {_DOUBLE}"),
+    (_SOURCE, models.Keys, (_KEYS, _X), {}, f"{_PARTS}, more [4] → {_DOUBLE}"),
+    (_SOURCE, models.Keys, (_DEEP,), {}, f"{_PARTS}, KWARGS[batch][c][d] [4] → {_DOUBLE}"),
     (_BOTH, models.Tied, _IDS, _DYNAMIC, _TOKENS),
 )
 
@@ -91,6 +95,13 @@ def test_config_describes_the_module(kind: Any, file: str, case: Any, tmp_path: 
     for value, *others in zip(written.values(), leaves(example), leaves(before), strict=True):
         assert all(torch.equal(value, torch.atleast_1d(other)) for other in others)
     assert (module.training, part.training) == (part is not module, False)
+
+
+def test_options_change_how_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"OPTIMIZE": "bf16", "TORCH_COMPILE_OPTIONAL_PARAMETERS": {"backend": "aot_eager"}}
+    document = _saved(tmp_path, models.Affine(), example_inputs=_X, parameters=options)
+    assert build.described(document) == "x [4] → OUTPUT__0 [3] (8)"
+    assert not [one for one in caplog.records if one.name.startswith("torch_py_backend")]
 
 
 @pytest.mark.parametrize("width", [None, Dim("width")], ids=["rows", "width"])
@@ -232,6 +243,8 @@ _FLOAT = (_X, {"bias": 1.0}, (_X, _X))
 _HOOKED = {"hooks": models.Bytes, "example_inputs": {"data": [bytes(4)]}}
 _OTHER = {"model_kwargs": {"factor": 3}}
 _MODULE, _ONE = {"format": "module"}, {"example_inputs": _X[:1]}
+_LM, _TOKENIZER = _bert("BertLMHeadModel")
+_GENERATES = {"processor": _TOKENIZER, "parameters": {"METHOD": "generate"}}
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about what it cannot export
@@ -249,6 +262,7 @@ _MODULE, _ONE = {"format": "module"}, {"example_inputs": _X[:1]}
         (torch.jit.script(models.Affine()), {}, SaveError, "is a RecursiveScriptModule. .* init"),
         (models.Affine(), {"format": "torchscript"}, SaveError, "one of module, .* Use format="),
         (models.Affine(), {"processor": object()}, SaveError, "expected a tokenizer or an image"),
+        (_LM, _GENERATES, SaveError, 'pads on the right.*padding_side = "left"'),
         (models.Branches(2.0), {}, RuntimeError, "(?s)data-dependent.*torch.export"),
         (models.Branches(2.0), _MODULE, LoadError, "missing 1 required .*'factor'. .*KWARGS"),
         (models.Branches(2.0), _MODULE | _OTHER, LoadError, "'OUTPUT__0' differs .*model_kwargs"),

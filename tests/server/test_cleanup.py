@@ -1,5 +1,3 @@
-"""Cleanup after a server, which touches nothing else."""
-
 from __future__ import annotations
 
 import errno

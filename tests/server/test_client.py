@@ -1,10 +1,5 @@
-"""Requests to a server and its answers; tests/live has real ones."""
-
-from __future__ import annotations
-
 import http.client
 import io
-import urllib.request
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -60,13 +55,13 @@ def test_why_a_load_failed(
 
 def test_names_that_are_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
     body = io.BytesIO(b'[{"name": "gr\xfc\xdfe"}, {"name": "net"}]')
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: body)
+    monkeypatch.setattr(triton, "_OPEN", lambda *_, **__: body)
     assert list(TritonClient("", "").models()) == ["gr\ufffd\ufffde", "net"]
 
 
 def test_a_server_that_dies_during_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     incomplete = Mock(side_effect=http.client.IncompleteRead(b"["))
-    monkeypatch.setattr(urllib.request, "urlopen", incomplete)
+    monkeypatch.setattr(triton, "_OPEN", incomplete)
     with pytest.raises(ConnectionError, match="IncompleteRead"):
         TritonClient("", "").models()
 

@@ -1,5 +1,3 @@
-"""Installing the backend: what is written, replaced, refused and removed."""
-
 import importlib.util
 import os
 import struct

@@ -1,7 +1,5 @@
 """Instances that die, hang or are poisoned: small processes that publish a status."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess
@@ -121,8 +119,11 @@ def test_instances_at_work_are_left_alone(
     idle.process.send_signal(signal.SIGCONT)
     assert len(monitor.instances("m")) == 3
     monitor.disregard("m")
-    monitor.kill_idle("m")
+    new = publish("status.idle()", then="print(input(), flush=True)")
+    assert monitor.check() == []
+    monitor.kill_idle("m", left=True)
     assert idle.process.wait(60) == -signal.SIGKILL
+    assert new.ask("lives") == "lives"
     assert monitor.check() == []
     assert [one.process.poll() for one in (loading, busy, other)] == [None] * 3
 
@@ -132,7 +133,7 @@ def test_processes_of_others_are_never_killed(monitor: InstanceMonitor, publish:
     busy = publish("status.busy()", limit=1, mark=False)
     idle = publish("status.idle()", model="n", mark=False)
     assert {failure.identity.model for failure in monitor.check()} == {"m", "n"}
-    monitor.kill_idle("n")
+    monitor.kill_idle("n", left=True)
     monitor.check()
     for process in (busy, idle):
         with pytest.raises(subprocess.TimeoutExpired):

@@ -1,16 +1,14 @@
 """`LocalServer` without a server: the inputs that it sends, starts and stops."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from command_line import fake_tritonserver
 from serving import sent_array
 from tritonclient.grpc import InferInput
@@ -43,8 +41,10 @@ def test_values_that_fit(datatype: str, value: object) -> None:
     assert np.array_equal(_sent(datatype, value), np.array(value, dtype=object))
 
 
-def test_strings_are_sent_as_utf_8() -> None:
+def test_strings_are_sent_as_utf_8_and_tensors_also_if_numpy_does_not_take_them() -> None:
     assert _sent("BYTES", [["ä\0", "b"]]).tolist() == [["ä\0".encode(), b"b"]]
+    tensor = torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16, requires_grad=True)
+    assert _sent("FP32", tensor).tolist() == [[1.5, -2.0]]
 
 
 @pytest.mark.parametrize(
@@ -77,20 +77,16 @@ def test_before_the_start() -> None:
     server.stop()
 
 
-def _run(monkeypatch: pytest.MonkeyPatch, run: Callable[..., object]) -> None:
-    monkeypatch.setattr(serving, "run", lambda *arguments, **_: run(*arguments[3:]))
-
-
 def test_stopped_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another thread, as a notebook may call stop()."""
     server = LocalServer(tmp_path, allow_empty=True)
 
-    def run(_: object, is_over: Callable[[], bool]) -> None:
+    def run(*arguments: Any, **_: object) -> None:
         threading.Thread(target=server.stop).start()
-        while not is_over():
+        while not arguments[4]():  # is_over
             time.sleep(0.01)
 
-    _run(monkeypatch, run)
+    monkeypatch.setattr(serving, "run", run)
     with pytest.raises(ToolError, match="stopped during its start"):
         server.start()
 
@@ -98,7 +94,7 @@ def test_stopped_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_model_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is the server's own sentence."""
     reasons = {"a": "", "b": "stays down: no luck"}
-    _run(monkeypatch, lambda on_loaded, _: on_loaded(reasons))
+    monkeypatch.setattr(serving, "run", lambda *arguments, **_: arguments[3](reasons))
     with pytest.raises(ToolError, match=r"^model 'b' stays down: no luck\.$"):
         LocalServer(tmp_path, allow_empty=True).start()
 

@@ -1,7 +1,5 @@
 """`--reload` and arguments for tritonserver; tests/live runs servers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -41,6 +39,7 @@ def repository(tmp_path: Path) -> Path:
     for name in ("digits", "letters"):
         _write(tmp_path / "repository" / name / "1" / "model.py", "1")
         _write(tmp_path / "repository" / name / "config.pbtxt", "")
+    (tmp_path / "repository" / "digits" / "notes").symlink_to("gone")
     return tmp_path / "repository"
 
 
@@ -111,8 +110,11 @@ def test_both_spellings_of_arguments(tmp_path: Path) -> None:
     assert server.arguments[1:] == ["--log-verbose", "1", "--load-models=c"]
 
 
-@pytest.mark.parametrize("argument", ["--model-control-mode=poll", "--http-port 1"])
+@pytest.mark.parametrize(
+    "argument",
+    ["--model-control-mode=poll", "--http-port 1", "--http-address=::", "--grpc-use-ssl=true"],
+)
 def test_arguments_that_serve_itself_uses_are_refused(argument: str, tmp_path: Path) -> None:
     server = Server(tmp_path, arguments=argument.split())
-    with pytest.raises(ToolError, match=r"`serve` sets --[mh]"):
+    with pytest.raises(ToolError, match=r"`serve` sets --[mhg]"):
         serving.take_names(server)

@@ -1,7 +1,5 @@
 """A supervisor with fakes of Triton, its instances and the clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -69,7 +67,7 @@ class FakeServer:
         self.refusals: dict[str, ToolError] = {}
         self.unlisted: set[str] = set()
         self.calls: list[str] = []
-        self.killed: list[str] = []
+        self.killed: list[tuple[str, bool]] = []
         self.events: list[Event] = []
         self.now = 0.0
         self.pending: list[FakeCall] | None = None
@@ -174,8 +172,8 @@ class FakeServer:
     def disregard(self, model: str) -> None:
         self.disregarded = self.instances(model)
 
-    def kill_idle(self, model: str) -> None:
-        self.killed.append(model)
+    def kill_idle(self, model: str, *, left: bool) -> None:
+        self.killed.append((model, left))
 
     def die(
         self, model: str, reason: str = "was killed", *, in_load: bool = False, copied: bool = False
@@ -256,7 +254,7 @@ def test_the_load_after_a_death_waits_for_the_unload_and_ten_seconds_for_survivo
     server.refuses_unloads = False
     assert server.killed == []
     server.after(9, "", "unload a", _KILLED)
-    assert set(server.killed) == {"a"}
+    assert set(server.killed) == {("a", True)}
     server.after(2, "READY a", "load a")
     assert server.disregarded == {5}
 
@@ -446,9 +444,12 @@ def test_reloads_of_changed_files() -> None:
         server.refusals.clear()
     # Triton has time to accept what it loads, but for a new version beside one that serves.
     assert server.limits == [130, 100, 130, 130]
+    server.refusals["a"] = _DEAD
     server.die("a")
-    server.step()
-    assert not server.supervisor.reload("a")
+    server.after(0.5, "DOWN a, DOWN a", "unload a, load a", {"a": f"is down: {_DEAD}"})
+    server.refusals.clear()
+    assert server.supervisor.reload("a")  # at once, not when it is due
+    server.after(0.2, "CHANGED a, READY a", "load a")
 
 
 def test_warnings_are_those_of_the_last_load() -> None:
@@ -477,7 +478,7 @@ def test_a_load_whose_instances_wait(idle_since: float | None, state: str, kille
     server.step(390)
     assert server.killed == []
     server.step(20)
-    assert set(server.killed) == ({"a"} if killed else set())
+    assert set(server.killed) == ({("a", False)} if killed else set())
     if killed:
         server.idle_since = None
         server.refusals["a"] = _DEAD

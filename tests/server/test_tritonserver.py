@@ -1,7 +1,5 @@
 """The start and the arguments of a tritonserver; `tests/live` runs real ones."""
 
-from __future__ import annotations
-
 import re
 import socket
 import tempfile
@@ -22,6 +20,7 @@ _DOCUMENTED = re.findall(
 def test_a_server_that_was_not_started_may_be_stopped(tmp_path: Path) -> None:
     server = Server(tmp_path, ports=(80, 0, 0, 0), address="0.0.0.0")
     assert server.http_address == "127.0.0.1:80"
+    assert Server(tmp_path, address="localhost").address == "127.0.0.1"
     server.stop()
 
 
@@ -87,6 +86,7 @@ def test_the_error_of_a_taken_port_names_it(
 
 _LOGS = {
     "tritonserver: unrecognized option '--no'\nUsage:\n": "unrecognized option '--no'",
+    "Unexpected argument: b\nUsage: tritonserver\n": "Unexpected argument: b",
     'Bad option: "--x".\nunknown restricted api\n': 'Bad option: "--x". unknown restricted api',
     'I1 "Exiting."\nerror: creating server: Invalid\n': "creating server: Invalid",
 }

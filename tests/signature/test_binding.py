@@ -211,8 +211,8 @@ def test_unknown_names_gaps_and_two_inputs_of_one_leaf_are_refused(
 
 
 def test_only_the_configs_order_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    for names in ("x, y", "i__1, i__0", "ARGS[1], KWARGS[x]"):
-        bound("x, y", names)
+    for names in ("x, y", "i__1, i__0", "ARGS[1], KWARGS[x]", "image, mask?"):
+        bound("x, y=None", names)
     assert caplog.messages == []
     bound("x, y=None", "image, mask")
     (message,) = caplog.messages

@@ -84,7 +84,8 @@ class Answering:
             if isinstance(result, BackendError):
                 code = result.code
                 failed.append((result, messages.request_id(request)))
-            if not self._in_sequences or request.correlation_id():  # not one that fills a slot
+            # Not one that fills a slot.
+            if not self._in_sequences or messages.decoded(request.correlation_id):
                 self._counts.count_requests(code)
         logs.report(failed)
         if self._failures.fatal is not None:  # it is in the log

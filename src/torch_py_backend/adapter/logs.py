@@ -56,7 +56,7 @@ def install(model: str) -> LogHandler:
     """Send this package's records to Triton's logger only, with the model's name before them."""
     package = logging.getLogger("torch_py_backend")
     handler = LogHandler()
-    handler.setFormatter(logging.Formatter(f"model '{model}': %(message)s"))
+    handler.setFormatter(logging.Formatter(f"model '{model.replace('%', '%%')}': %(message)s"))
     handler.warnings = []
     package.handlers = [handler]
     package.setLevel(logging.INFO)

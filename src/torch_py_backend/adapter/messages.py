@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import triton_python_backend_utils as pb_utils
@@ -23,6 +23,7 @@ from torch_py_backend.values import Columns, Item, Items, RequestItem, Step, Val
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
 DLPACK_BYTES = 4096
 _MAX_ID_LENGTH = 64
+_T = TypeVar("_T")
 
 # `pb_utils.InferenceRequest` and `InferenceResponse`.
 Request: TypeAlias = Any
@@ -143,9 +144,17 @@ def read_tensor(tensor: Any) -> Value:
     return array
 
 
+def decoded(read: Callable[[], _T]) -> _T | str:
+    """Return an ID; "?" for one that is not UTF-8, which HTTP lets through."""
+    try:
+        return read()
+    except UnicodeDecodeError:
+        return "?"
+
+
 def request_id(request: Request) -> str:
     """Return a request's ID for the log, shortened and without unprintable characters."""
-    return printable(request.request_id()[:_MAX_ID_LENGTH]) or "without an id"
+    return printable(decoded(request.request_id)[:_MAX_ID_LENGTH]) or "without an id"
 
 
 def write(result: Any, model: str) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import selectors
 import threading
 from typing import Any
 
@@ -40,9 +39,8 @@ class Streaming:
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
         self._streams = Streams(engine)
         self.live: dict[_Client, Any] = {}  # the tasks of the live streams
-        selector = _Selector()
-        selector.status = status
-        self._loop = asyncio.SelectorEventLoop(selector)
+        engine.selector.status = status
+        self._loop = engine.loop
         # The thread count is thread-local: a new thread starts with torch's default.
         self._thread = threading.Thread(
             target=self._drive, args=(torch.get_num_threads(),), name="streams", daemon=True
@@ -106,18 +104,6 @@ class Streaming:
         await asyncio.gather(*others, return_exceptions=True)
 
 
-class _Selector(selectors.DefaultSelector):
-    """The selector of an event loop, which runs the model's code between two waits."""
-
-    status: InstanceStatus
-
-    def select(self, timeout: float | None = None) -> Any:
-        self.status.idle()
-        events = super().select(timeout)
-        self.status.busy()
-        return events
-
-
 class _Client:
     """The client of one request, which gets its responses.
 
@@ -150,8 +136,10 @@ class _Client:
         """Send the final response, unless the last one was it; log the error."""
         if not self.ended:
             self.ended = True
-            with contextlib.suppress(Exception):  # Triton has closed its side
-                self._send(error, True)  # noqa: FBT003
+            for result in (error, OutputError("the error cannot be sent")):
+                with contextlib.suppress(Exception):  # Triton has closed its side
+                    self._send(result, True)  # noqa: FBT003
+                    break
         self._engine.counts.count_requests(OK if error is None else error.code)
         if error is not None:
             logs.report([(error, self._name)])

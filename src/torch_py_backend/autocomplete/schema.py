@@ -129,7 +129,12 @@ def _try(
 
 
 def _items(
-    config: ModelConfig, document: Document, example: Item, *, batched: bool, hooked: bool
+    config: ModelConfig,
+    document: Document,
+    example: Item,
+    *,
+    batched: bool,
+    hooked: bool,
 ) -> list[Item]:
     """Return inputs to run a model with, of several sizes if the model may take them."""
     items = [example]
@@ -143,7 +148,7 @@ def _items(
         ]
     if batched and hooked:  # rows alone, such as texts of different lengths, show which dims vary
         for at in (0, 1):
-            items.append({name: value[at : at + 1] for name, value in items[0].items()})
+            items.append({name: value[[at % len(value)]] for name, value in items[0].items()})
     return items
 
 
@@ -160,7 +165,10 @@ def _run(
     sizes = [value.shape[0] for value in item.values() if value.ndim]
     rows = sizes[0] if batched and sizes else 0
     listed = model_config.specs("input", {"input": entries(item, batched=rows > 0)})
-    config = dataclasses.replace(config, inputs=listed, outputs=(), max_batch_size=rows)
+    options = dataclasses.replace(config.options, optimize=())  # the types are those of the file
+    config = dataclasses.replace(
+        config, inputs=listed, outputs=(), max_batch_size=rows, options=options
+    )
     try:
         with runtime.mode(config.options):
             pipeline = HookedPipeline(config, loaded.signature, hooks, device)

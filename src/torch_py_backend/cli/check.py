@@ -22,7 +22,6 @@ _COLORS = {"OK": "green", "FAILED": "red", "SKIPPED": "yellow", "PROBLEM": "red"
 _SHARED_MEMORY_BYTES = 256 << 20  # each instance needs 1 MB, and more for larger tensors
 # What a config names for this backend: also `pytorch`, and the platforms of LibTorch.
 _BACKENDS = ("pytorch_py", "pytorch", "pytorch_libtorch", "torch_aoti")
-# What is not printed of a report, without --json.
 _JSON_ONLY = ("version", "error", "skipped", "device", "threads", "request", "config")
 
 
@@ -100,7 +99,6 @@ def _try(
 
 
 def print_report(outcome: str, title: str, report: Document) -> None:
-    """Print an outcome, and the report of a model."""
     typer.echo(f"{typer.style(f'{outcome:7}', fg=_COLORS[outcome])} {title}")
     for key, value in report.items():
         lines = value if isinstance(value, list) else [value]

@@ -104,6 +104,8 @@ def _parse_input(text: str) -> JsonObject:
         name, datatype, dims = text.rsplit(":", 2)
         data_type = dtypes.from_triton(datatype.replace("STRING", "BYTES")).config
         sizes = [int(size) for size in dims.split("x") if size]
+        if not name:
+            raise ValueError("no name")
     except (ValueError, KeyError):
         types = ", ".join(dtype.triton for dtype in dtypes.TABLE)
         raise ToolError(

@@ -38,8 +38,7 @@ class TensorSpec:
     """One input or output of the config.
 
     Attributes:
-        dims: its shape as the model sees it (after Triton's `reshape`), without the batch
-            dimension; -1 means any size.
+        dims: its shape after Triton's `reshape`, without the batch dimension; -1 means any size.
         ragged: Triton batches requests that differ in its shape.
         reshaped: the config has a `reshape`: its shape in requests differs from `dims`.
     """
@@ -75,8 +74,7 @@ class State(NamedTuple):
     Attributes:
         dims: its shape, without the batch dimension; -1 means any size.
         initial: its shape in the first step.
-        file: the file with its bytes in the first step, in the folder `initial_state` of the model;
-            None: it begins with zeros.
+        file: its bytes in the first step, a file in the folder `initial_state`; None: zeros.
     """
 
     input: str
@@ -153,7 +151,6 @@ class ModelConfig:
 
     @property
     def states(self) -> tuple[State, ...]:
-        """The states that are kept between the requests of a sequence."""
         return self.sequencing.states if self.sequencing is not None else ()
 
     @property

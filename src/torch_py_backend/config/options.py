@@ -9,7 +9,7 @@ import difflib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from torch_py_backend.config import removed_names
@@ -22,20 +22,17 @@ OPTIMIZATIONS = ("freeze", "channels_last", "aoti", "bf16", "fp16")
 
 
 class Parser(NamedTuple):
-    """Strings that are accepted, in words, and their conversion.
-
-    It raises ValueError, KeyError, TypeError or RecursionError for others.
-    """
+    """Strings that are accepted, in words, and their conversion."""
 
     accepted: str
-    parse: Callable[[str], Any]
+    parse: Callable[[str], Any]  # raises ValueError, KeyError, TypeError or RecursionError
 
 
 def _checked(
-    accepted: str, convert: Callable[[str], Any], is_valid: Callable[[Any], object]
+    accepted: str,
+    convert: Callable[[str], Any],
+    is_valid: Callable[[Any], object],
 ) -> Parser:
-    """Return a parser that converts a string, and then checks the value."""
-
     def parse(text: str) -> Any:
         value = convert(text)
         if not is_valid(value):
@@ -175,7 +172,7 @@ class Options:
         return next((dtypes[name] for name in self.optimize if name in dtypes), None)
 
 
-TABLE: dict[str, Field[Any]] = {
+TABLE = {
     key: entry
     for entry in fields(Options)
     for key in (entry.name.upper(), *entry.metadata["aliases"])

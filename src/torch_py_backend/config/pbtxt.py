@@ -14,6 +14,8 @@ from torch_py_backend.errors import ConfigError, PlatformError
 JsonObject: TypeAlias = dict[str, Any]
 # config.pbtxt as Triton passes it to backends, or a part of it.
 Document: TypeAlias = Mapping[str, Any]
+# What Triton takes for KIND_AUTO, and without an instance_group.
+_AUTO = "GPU" if Path("/dev/nvidiactl").exists() else "CPU"
 _BATCH_SIZE = re.compile(r"^[^#\n]*\bmax_batch_size\s*:\s*[1-9]", re.MULTILINE)
 
 
@@ -21,11 +23,14 @@ def read(folder: Path) -> JsonObject:
     """Return the config of a model folder with Triton's defaults, also without a config.pbtxt."""
     protobuf, text_format, json_format = _protobuf()
     message = protobuf.ModelConfig()
+    content = text(folder)
     try:
-        text_format.Parse(text(folder), message)
+        text_format.Parse(content, message)
     except text_format.ParseError as error:
         raise _unreadable(error) from None
-    message.name = message.name or folder.name
+    if message.name not in ("", folder.name):
+        raise ConfigError(f"config.pbtxt is of '{message.name}'", expected=f"'{folder.name}'")
+    message.name = folder.name
     document: JsonObject = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -34,8 +39,9 @@ def read(folder: Path) -> JsonObject:
         tensor["dims"] = [int(size) for size in tensor["dims"]]
         if "reshape" in tensor:
             tensor["reshape"]["shape"] = [int(size) for size in tensor["reshape"]["shape"]]
-    # Triton's default, on a machine without a GPU.
-    document["instance_group"] = document["instance_group"] or [{"kind": "KIND_CPU", "count": 1}]
+    # The config of a new folder names the CPU.
+    default = {"kind": f"KIND_{_AUTO}" if content else "KIND_CPU", "count": 1}
+    document["instance_group"] = document["instance_group"] or [default]
     return document
 
 
@@ -114,7 +120,7 @@ def arguments(
         "model_repository": str(folder.absolute()),
         "model_version": version,
         "model_instance_name": f"{document['name']}_0_0",
-        "model_instance_kind": "CPU" if kind == "AUTO" else kind,
+        "model_instance_kind": _AUTO if kind == "AUTO" else kind,
         "model_instance_device_id": str((group.get("gpus") or [0])[0]),
     }
 

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-# By the kind of the name.
-NAMES: Mapping[str, Mapping[str, str]] = {
+NAMES = {
     "parameter": {
         "AUTO_COMPLETE_TIMEOUT_S": "Write inputs and outputs to config.pbtxt.",
         "CAST_OUTPUTS": "CAST_INPUTS also converts outputs back to the types of config.pbtxt.",

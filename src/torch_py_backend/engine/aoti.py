@@ -85,6 +85,8 @@ class Packaged:
         loaded: Loaded,
         device: torch.device,
     ) -> None:
+        from torch.fx.experimental import symbolic_shapes  # noqa: PLC0415  slow to import
+
         package, result, self.close = aotinductor.open_package(path, device)
         with safetensors.safe_open(path.with_suffix(_KEPT), "pt", str(device)) as kept:
             metadata = kept.metadata()
@@ -101,6 +103,9 @@ class Packaged:
         flat = pytree.tree_structure(((0,) * self._tree.num_leaves, {}))
         self._takes_leaves = self._tree == flat
         self._sizes: list[list[int]] = json.loads(metadata["sizes"])
+        # What torch.export assumes of sizes, such as an even one: a package checks limits only.
+        names = dict(symbolic_shapes.SYMPY_INTERP)
+        self._fits = eval(f"lambda L: {metadata['guards']}", names)  # noqa: S307  as the package
         self.refusal = ""
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
@@ -111,9 +116,9 @@ class Packaged:
                 return self._module(*args, **kwargs)
         if any(leaf is None for leaf in leaves):  # likewise
             return self._module(*args, **kwargs)
-        for leaf, dim, least in self._sizes:
-            if leaves[leaf].shape[dim] < least:
-                return self._module(*args, **kwargs)
+        is_small = any(leaves[leaf].shape[dim] < least for leaf, dim, least in self._sizes)
+        if is_small or not self._fits({"leaves": leaves}):
+            return self._module(*args, **kwargs)
         try:
             outputs = self._package.run(list(leaves))
         except RuntimeError as error:
@@ -169,7 +174,9 @@ def _key(config: ModelConfig, loaded: Loaded, device: torch.device) -> str:
     package = (config.options.model_factory or "").partition(".")[0].partition(":")[0]
     parts.append(getattr(sys.modules.get(package), "__version__", ""))
     digest = hashlib.sha256(repr(parts).encode())
-    for path in sorted({*config.version_folder.rglob("*.py"), *loaded.artifact.weight_files()}):
+    read = {*config.version_folder.rglob("*"), config.folder / "config.json"}
+    paths = [path for path in read if path.is_file() and path.suffix != ".pyc"]
+    for path in sorted({*paths, *loaded.artifact.weight_files()}):
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
@@ -266,4 +273,6 @@ def _compile(path: Path, loaded: Loaded, calls: Sequence[_Call]) -> None:
     own = _named(loaded)
     kept = {name: value for name, value in program.constants.items() if name not in own}
     metadata = {"tree": pytree.treespec_dumps(tree), "sizes": json.dumps(sizes)}
+    guards = getattr(program, "_guards_code", ())  # not in older versions of torch
+    metadata["guards"] = " and ".join(f"({guard})" for guard in guards) or "True"
     safetensors.torch.save_file(kept, path.with_suffix(_KEPT), metadata)

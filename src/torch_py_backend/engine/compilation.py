@@ -143,7 +143,8 @@ def cache_folder(config: ModelConfig) -> Path:
     configured = (config.folder / option.expanduser()).resolve()
     home = Path(os.environ.get("HOME") or "/", ".cache", "torch-py-backend")
     name = Path("compile_cache", config.name)
-    for folder in (configured, home / name, private_files.shared_folder() / name):
+    for known in (configured, home / name, None):
+        folder = known or private_files.shared_folder() / name
         try:
             private_files.create(folder)
             obstacle = private_files.tree_risk(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -9,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from torch_py_backend.pipeline.run import (
     Stages,
 )
 from torch_py_backend.pipeline.sequences import Sequences
+from torch_py_backend.processes.instance_status import Selector
 from torch_py_backend.signature.binding import InputBinding
 from torch_py_backend.values import Columns, Item, Value
 
@@ -81,14 +84,14 @@ class Engine:
         self.host_inputs = config.options.force_cpu_only_input_tensors
         self._cleans = config.options.enable_cache_cleaning and device.type == "cuda"
         self.mapped = sharing.mapped(config, loaded)
-        paths = loaded.artifact.weight_files() if self.mapped.shared else ()
-        self._mapped_files = {path: path.stat() for path in paths}
+        maps = Path("/proc/self/maps").read_text(errors="replace")
+        known = {*config.version_folder.rglob("*"), *loaded.artifact.weight_files()}
+        mapped = {path for path in map(Path.resolve, known) if f" {path}\n" in maps}
+        self._mapped_files = {path: path.stat() for path in mapped if path.suffix != ".so"}
         self._looks_at = 0.0
         self.counts = Counts()
         self.compiles = config.options.compilation is not None
-        self._compiled: compilation.Compiled | None = None
-        if self.compiles:
-            self._compiled = compilation.Compiled(config, loaded.module)
+        self._compiled = compilation.Compiled(config, loaded.module) if self.compiles else None
         fixed = config.options.static_shapes or compilation.captures(config)
         self.rows = batches.row_counts(config, loaded.rows, fixed=fixed)
         self.padding = Padding(config) if config.options.pad else None
@@ -154,9 +157,20 @@ class Engine:
         place = partial(Tensor.to, device=self.device, non_blocking=self.device.type != "cpu")
         return [place(column) if isinstance(column, Tensor) else column for column in columns]
 
+    @functools.cached_property
+    def selector(self) -> Selector:
+        return Selector()
+
+    @functools.cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of all streams, also in the warm-up: objects of asyncio belong to one."""
+        return asyncio.SelectorEventLoop(self.selector)
+
     def close(self) -> None:
         """Release weights that are shared with other processes, and files. May be called twice."""
         self.loaded.close()
+        if "loop" in vars(self) and not self.loop.is_running():
+            self.loop.close()
         if self._shared is not None:
             self._shared.close()
 
@@ -219,9 +233,9 @@ class Engine:
         after: tuple[After, ...] = ()
         names, extract = self.output_names, self.extract
         copy: Callable[[Value], Value] = values.clone
-        if steps is not None:
-            before, after = (steps.attach,), (steps.keep,)
         guarded = self.failures.guarded
+        if steps is not None:
+            before, after = (steps.attach,), (partial(steps.keep, guarded),)
         if hooked is not None and hooked.by_row:
             before = (partial(hooked.prepare, guarded),)
         if hooked is not None and hooked.hooks.postprocess is not None:

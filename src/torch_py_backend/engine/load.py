@@ -25,8 +25,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     device = runtime.placement(config)
     artifact = discovery.find(config)
     config = registry.without_unused(config, artifact.kind)
-    # TorchScript and exported programs are copied before their weights are shared: instances that
-    # loaded at the same time would need that memory several times.
+    # In turn, because TorchScript and exported programs are copied before their weights are shared.
     with private_files.turn(config.name):
         weights_device, shared = device, None
         if device is not None and sharing.requested(config):
@@ -44,8 +43,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
         if shared is not None:
             shared.share(loaded.owner)
         engine = Engine(config, loaded, device, user_hooks.load(config, artifact), shared)
-    # A call ends by selecting the thread's GPU again, which takes memory of it. KIND_MODEL has
-    # selected none: that would be GPU 0.
+    # A call ends by selecting the thread's GPU again, which takes memory: GPU 0's with KIND_MODEL.
     runtime.make_current(engine.device)
     return engine
 

@@ -32,7 +32,6 @@ class ModelState:
         # While they are kept, no other object gets an identity or an address of theirs.
         self._kept: list[object] = []
         self._marks = self._read()
-        # Buffers and their copies.
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
         copied = 0
         for path, tensor in self._owner.named_buffers(remove_duplicate=False):

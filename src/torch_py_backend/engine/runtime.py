@@ -71,10 +71,7 @@ def placement(config: ModelConfig) -> torch.device | None:
 
 
 def set_switches(options: Options, threads: Threads) -> None:
-    """Set PyTorch's process-wide switches, once, before the model is loaded.
-
-    To be called in the thread that runs the model.
-    """
+    """Set PyTorch's process-wide switches, once, before the model is loaded, and in its thread."""
     torch.set_num_threads(threads.intra_op)
     # torch allows this once per process, before any parallel work.
     if torch.get_num_interop_threads() != threads.inter_op:

@@ -1,9 +1,8 @@
 """What instances share of a model's weights: pages of mapped files, or one copy on a GPU.
 
-On a GPU, the first instance loads the model and offers its parameters and buffers on a socket. The
-others build the module, and get the owner's tensors through torch.multiprocessing's reductions,
-which send CUDA IPC handles. When the owner has ended, its memory is gone: the others refuse all
-requests until the model is loaded again.
+On a GPU, the first instance loads the model and offers its weights on a socket. The others build
+the module, and get these tensors through torch.multiprocessing's reductions: CUDA IPC handles. When
+the owner ends, its memory is gone: the others refuse requests until the model is loaded again.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ def requested(config: ModelConfig) -> bool:
 
 
 def not_shared_error(reason: str) -> ConfigError:
-    """Return the error for ENABLE_WEIGHT_SHARING where the weights cannot be shared."""
     return ConfigError(
         f"ENABLE_WEIGHT_SHARING is true, and the weights cannot be shared: {reason}",
         cure='Set it to "false", or remove it.',
@@ -58,22 +56,22 @@ class SharedWeights:
     """The weights of one instance, shared with the others of its model on the same GPU.
 
     Create and `share` it in the model's turn (`private_files.turn`): then an owner that has begun
-    has also made its offer.
-
-    Attributes:
-        owns: whether this instance owns the weights, and so must load them onto the device.
+    has also made its offer. If it `owns` them, the instance must load the weights onto the device.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._instance, self._device = config.instance, device
-        key = f"{config.version_folder.resolve()} {device}"
+        # Of these files: a load of changed ones has an owner of its own.
+        files = [path for path in sorted(config.version_folder.glob("*")) if path.exists()]
+        times = [(path.name, path.stat().st_mtime_ns) for path in files]
+        key = f"{config.version_folder.resolve()} {device} {times}"
         self._socket = private_files.server_path(config.name, key)
         # An address has at most 107 characters, so the folder is named by a descriptor, kept open.
         folder = os.open(self._socket.parent, os.O_RDONLY | os.O_DIRECTORY)
         self._address = f"/proc/self/fd/{folder}/{self._socket.name}"
         self._listener: Listener | None = None
         # The process ID of the owner, and the start of that process.
-        self._owner: tuple[int, str | None] = os.getpid(), procfs.start_time(os.getpid())
+        self._owner = os.getpid(), procfs.start_time(os.getpid())
         self._weights: Mapping[str, Tensor] = {}
         self.owns = True
         # No instance owns the weights, or one of an earlier load does.

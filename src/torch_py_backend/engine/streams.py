@@ -29,11 +29,9 @@ from torch_py_backend.values import Outcome, Value
 Response: TypeAlias = "dict[str, Value]"
 # Takes a response, and whether it is the last one; returns whether to go on.
 Send: TypeAlias = "Callable[[Response, bool], bool]"
-# Returns the outcome for a result of the model.
 _Extract: TypeAlias = "Callable[[object], Outcome]"
 # The next state, or the iterator; None at the end. And the outcome; None for no response.
 _Advance: TypeAlias = "tuple[object, Outcome | None]"
-# A stream that waits for its next step.
 _Waiting: TypeAlias = "tuple[object, _Extract, asyncio.Future[_Advance]]"
 _END = object()
 
@@ -117,11 +115,10 @@ class Streams:
         if not on_gpu:
             columns = [values.on_host(column) for column in columns]
         if self._call_step is not None:
-            # The begin() of another stream or a further step() may overwrite memory that an outcome
-            # shares with the model before the outcome is sent.
+            # Another begin() or step() may overwrite memory of an outcome before it is sent.
             columns = [values.clone(column) for column in columns]
         self._engine.counts.device_to_host_seconds += time.perf_counter() - began
-        outcome: Outcome = dict(zip(self._engine.output_names, columns, strict=True))
+        outcome = dict(zip(self._engine.output_names, columns, strict=True))
         finite = self._engine.finite
         return outcome if finite is None else finite(outcome)
 
@@ -196,4 +193,4 @@ def trial(engine: Engine) -> Run:
         errors = await asyncio.gather(*map(first, [*items] * repeats))
         return [error or {} for error in errors]
 
-    return lambda items: asyncio.run(run(items))
+    return lambda items: engine.loop.run_until_complete(run(items))

@@ -33,26 +33,26 @@ from torch_py_backend.values import Item, Outcome, Value
 
 log = logging.getLogger(__name__)
 
-# TorchScript's profiling executor optimizes at the third call of a shape, and CUDA graphs are
-# recorded at the second.
+# TorchScript's profiling executor optimizes a shape's third call; CUDA graphs record the second.
 _REPEATS = 3
 # The most values of an input in `request`.
 _MOST_VALUES = 64
 _MOST_BYTES = 1 << 14
 # Errors that made-up values of the inputs may cause.
 _OF_VALUES = ForwardError | InputError
-
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
 
 def run(
-    engine: Engine, *, serving: bool = False, row_counts: Sequence[int | None] = ()
+    engine: Engine,
+    *,
+    serving: bool = False,
+    row_counts: Sequence[int | None] = (),
 ) -> list[str]:
     """Call the engine with a sample of every kind of batch; return what `ModelState` returns.
 
-    `serving`: the model is served next; then a made-up sample that fails is a warning, as are other
-    sizes of an example always. `row_counts` are the only ones that are going to be called; empty:
-    any. LoadError if a call fails.
+    LoadError if a call fails; if the model is `serving` next, a made-up sample that fails is a
+    warning, as are other sizes of an example always. `row_counts`: the only ones run; empty: any.
     """
     config = engine.config
     call = streams.trial(engine) if config.decoupled else engine.run

@@ -31,11 +31,9 @@ from torch_py_backend.values import ANY_ROWS, Rows
 
 log = logging.getLogger(__name__)
 
-# A package reads this variable when it first runs. Without its checks, it reads past the memory of
-# inputs whose shapes are wrong.
+# A package reads it when it first runs. Without checks, it reads past inputs of wrong shapes.
 _CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
-# The messages of the checks, such as "input_handles[0]: dim value is too small at 1, expected it to
-# be >= 2, but got: 1". Up to torch 2.11 they are printed only.
+# Messages of the checks: "input_handles[0]: dim value is too small". Up to torch 2.11 only printed.
 REFUSED = re.compile(r"input_handles\[(\d+)\]: (.*)")
 
 

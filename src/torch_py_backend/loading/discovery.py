@@ -46,7 +46,6 @@ class Artifact:
     """A model file and the files that belong to it.
 
     Attributes:
-        kind: the type of the file.
         path: the file; for a FACTORY the version folder.
         weights: the weights file of a MODULE or a FACTORY; None: it has no such file.
         hooks: hooks.py, whose class `Hooks` runs around forward(); None: the model has no hooks.
@@ -78,10 +77,9 @@ _DEFAULTS = ("model.py", "model.pt", "model.pt2")
 def find(config: ModelConfig) -> Artifact:
     """Return the artifact in the version folder.
 
-    The order is: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt,
-    model.pt2. A state_dict belongs to the source file with the same stem, if there is one. A
-    model.py without a module comes after a complete model.pt or model.pt2, before which it is
-    imported.
+    The order: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt, model.pt2.
+    A state_dict belongs to the source file with the same stem, if there is one. A model.py without
+    a module comes after a complete model.pt or model.pt2, before which it is imported.
     """
     folder, name = config.version_folder, config.options.weights or ""
     if ":" in (config.options.model_factory or ""):
@@ -237,7 +235,6 @@ def aoti_metadata(path: Path) -> dict[str, str]:
 
 
 def is_cuda_package(path: Path) -> bool:
-    """Return whether a file is an AOTInductor package for a CUDA device."""
     return aoti_metadata(path).get("AOTI_DEVICE_KEY") == "cuda"
 
 

@@ -1,4 +1,4 @@
-"""Inputs to try a model with: the examples that lie beside it, and synthetic requests."""
+"""Inputs to try a model with: examples beside it, synthetic ones, initial states of sequences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.config import pbtxt
-from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.loading import initial_states, python_source, weights
+from torch_py_backend.config.model_config import ModelConfig, Origin, State, TensorSpec
+from torch_py_backend.errors import ArtifactError, summarize
+from torch_py_backend.loading import discovery, python_source, weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
-from torch_py_backend.values import Item, Value
+from torch_py_backend.values import Item, Value, objects
 
 NAME = "example_inputs"
 TEXT = "text"  # the made-up string
@@ -58,7 +59,7 @@ def item(
         multiple = max(multiple, pad.get("multiple_of", 1))
     # The two sizes differ also after rounding up.
     sizes = (_VARIABLE, _SHRUNK) if multiple == 1 else (2 * multiple, multiple)
-    values = initial_states.find(config, rows)
+    values = initial_states(config, rows)
     for spec in config.inputs:
         if spec.name in example:
             values[spec.name] = _from_example(spec, rows, example[spec.name], shrunk=shrunk)
@@ -71,11 +72,8 @@ def requests(config: ModelConfig, item: Item) -> list[Item]:
     """Return the requests that form an item: with batch_input or batch_output one for each row."""
     if not config.concatenates or not config.max_batch_size:
         return [item]
-    requests: list[Item] = [{} for _ in next(iter(item.values()))]
-    for name, value in item.items():
-        for row, request in enumerate(requests):
-            request[name] = value[row : row + 1]
-    return requests
+    rows = range(len(next(iter(item.values()))))
+    return [{name: value[at : at + 1] for name, value in item.items()} for at in rows]
 
 
 def distinct_rows(value: Value) -> Value:
@@ -138,3 +136,36 @@ def _synthetic(
     # 1 is a valid ID, mask and length for nearly all models; a length of 0 is not. As a control
     # input, 1 means that the request is the first and last of its sequence.
     return torch.ones(shape, dtype=dtype)
+
+
+def initial_states(config: ModelConfig, rows: int | None) -> Item:
+    """Return the states for the first step, with a batch dimension of `rows`, or none."""
+    states: Item = {}
+    for state in config.states:
+        value = _initial_state(config, state)
+        states[state.input] = value if rows is None else value[None][[0] * rows]
+    return states
+
+
+def _initial_state(config: ModelConfig, state: State) -> Value:
+    dtype: torch.dtype | None = getattr(torch, state.dtype.torch or "", None)
+    if state.file is None:
+        if dtype is None:
+            return np.full(state.initial, b"", dtype=np.object_)
+        return torch.zeros(state.initial, dtype=dtype)
+    folder = config.folder / "initial_state"
+    role = f"the data_file of the state '{state.input}'"
+    path = discovery.inside(config, role, folder, state.file)
+    count = math.prod(state.initial)
+    try:
+        content = path.read_bytes()
+        if dtype is not None:
+            numbers = torch.frombuffer(bytearray(content), dtype=dtype, count=count)
+            return numbers.reshape(state.initial)
+        texts = []  # each follows its length in four bytes
+        while len(content) >= (end := 4 + int.from_bytes(content[:4], "little")):
+            texts.append(content[4:end])
+            content = content[end:]
+        return objects(texts[:count]).reshape(state.initial)
+    except (OSError, ValueError) as error:  # the file is missing, or too short
+        raise ArtifactError(f"{role} cannot be read: {summarize(error)}") from None

@@ -26,12 +26,11 @@ def load(
     config: ModelConfig,
     device: torch.device | None,
 ) -> Loaded:
-    """Load a program and move it to the device."""
     # torch 2.13 has an invalid format string for its warning about a class, as of a named tuple.
     logging.getLogger("torch._export.serde.serialize").setLevel(logging.ERROR)
     program = torch.export.load(artifact.path)
     if config.options.enable_weight_sharing is not False:
-        tables: tuple[dict[str, object], ...] = (program.state_dict, program.constants)
+        tables = (program.state_dict, program.constants)
         for table in tables:
             # torch reads weights as views. Their bases would keep the memory that is replaced.
             table.update(

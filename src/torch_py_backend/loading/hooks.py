@@ -92,7 +92,6 @@ class Hooks(NamedTuple):
 
     @property
     def takes_parameters(self) -> bool:
-        """Whether any hook takes the request's parameters."""
         return any(hook.takes_parameters for hook in self if hook is not None)
 
     @property

@@ -21,8 +21,7 @@ class Loaded:
     """A loaded model.
 
     Attributes:
-        module: the callable for inputs.
-        signature: the inputs of `module`.
+        module, signature: the callable for inputs, and its arguments.
         owner: the module with its parameters and buffers; None: it has none, or they are hidden.
         rows: how many rows one call accepts.
         traced: the inputs and the outputs of an exported program by name, as fake tensors, whose
@@ -42,7 +41,6 @@ class Loaded:
 
     @property
     def kind(self) -> ArtifactType:
-        """The type of the artifact."""
         return self.artifact.kind
 
     @property

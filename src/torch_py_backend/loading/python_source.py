@@ -27,7 +27,6 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
 _Result = TypeVar("_Result")
-
 _KEYWORDS = "Give its arguments as JSON in the parameter MODEL_KWARGS."
 
 

@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 _SCRIPT, _PACKAGE = ArtifactType.TORCHSCRIPT, ArtifactType.AOTI
 _PROGRAMS = (ArtifactType.EXPORTED, _PACKAGE)
-_SOURCES = (ArtifactType.MODULE, ArtifactType.FACTORY)
 _CONVERT = "Convert the module instead."
 _FREEZING = 'Set TORCH_COMPILE_OPTIONAL_PARAMETERS to {"options": {"freezing": true}}.'
 # What types of artifacts do not use: an option, or a value; what to do, or "" if it has no effect.
@@ -28,7 +27,7 @@ _UNUSED = (
     ("WEIGHTS", (_SCRIPT, *_PROGRAMS), ""),
     ("TORCH_COMPILE_OPTIONAL_PARAMETERS", (_SCRIPT, _PACKAGE), ""),
     ("METHOD", _PROGRAMS, "It holds one method, the one that was exported; remove METHOD."),
-    ("OPTIMIZE freeze", (*_SOURCES, *_PROGRAMS), _FREEZING),
+    ("OPTIMIZE freeze", (ArtifactType.MODULE, ArtifactType.FACTORY, *_PROGRAMS), _FREEZING),
     ("OPTIMIZE bf16", _PROGRAMS, _CONVERT),
     ("OPTIMIZE fp16", _PROGRAMS, _CONVERT),
     ("OPTIMIZE channels_last", (_PACKAGE,), _CONVERT),

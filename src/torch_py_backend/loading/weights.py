@@ -81,9 +81,8 @@ def read(config: ModelConfig, path: Path) -> dict[str, Any]:
     except ArtifactError:  # of a shard
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
-        refused = _REFUSED.search(str(error))
         found = f"cannot be read: {summarize(error)}"
-        if refused:
+        if refused := _REFUSED.search(str(error)):
             found = f"holds {refused[1]}, which weights_only refuses to load"
     raise ArtifactError(
         f"{path.name} {found}",
@@ -115,10 +114,9 @@ def build_uninitialized(
 ) -> _Built:
     """Return what `build` returns, without the random values of weights where that is safe.
 
-    Drawing them takes seconds for each gigabyte, so the functions of `torch.nn.init` that draw do
-    nothing meanwhile. The module is built again, with its values, after other random operations, or
-    if the file, which `saved` reads, does not fill all of its tensors: the others may be computed
-    from values that were not drawn.
+    Drawing takes seconds per gigabyte, so the functions of `torch.nn.init` that draw do nothing
+    meanwhile. The module is built again, with values, after other random operations, or if the file
+    that `saved` reads does not fill all tensors: others may be computed from values not drawn.
     """
     random_state = torch.random.get_rng_state()
     # The second call raises an exception, too, or succeeds.
@@ -189,14 +187,13 @@ class AliasOnCopy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def has_plain_storage(value: object) -> TypeGuard[Tensor]:
+def has_plain_storage(value: Any) -> TypeGuard[Tensor]:
     """Return whether a value is a tensor that another storage of the same bytes can stand in for.
 
     False for sparse and quantized tensors, subclasses other than Parameter, and empty tensors.
     """
     return (
         type(value) in (Tensor, nn.Parameter)
-        and isinstance(value, Tensor)
         and value.layout == torch.strided
         and not value.is_quantized
         and value.numel() > 0

@@ -31,10 +31,9 @@ _COMMENTS = {
 
 def check_name(name: str) -> None:
     """Raise ToolError for a name that a model folder may not have."""
-    if not re.fullmatch(r"[\w-][\w.\- ]*", name):
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
         raise ToolError(
-            f"the model's name is '{name}'; expected letters, digits, _, -, . and blanks, not first"
-            " a . or a blank."
+            f"the model's name is '{name}'; expected letters, digits, _, - and ., not first a dot."
         )
 
 
@@ -62,10 +61,9 @@ def write_config(
     document: Document,
     **more: object,
 ) -> JsonObject:
-    """Run `inspection.inspect` for version 1 of a folder, write its config, and return its report.
-
-    `more` are its further arguments.
-    """
+    """Run `inspect`, with `more` arguments, for version 1; write the config; return the report."""
+    # Without a max_batch_size in this file, the warm-up refuses rows that depend on each other.
+    (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
     arguments = pbtxt.arguments(folder, "1", document)
     if sys.stderr.isatty():
         print(f"loading {folder.name} in a process of its own ...", file=sys.stderr)  # noqa: T201

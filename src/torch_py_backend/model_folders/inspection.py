@@ -58,7 +58,8 @@ def inspect(
         graphs = counted(engine.counts.compiled_graphs, "graph")
         compiled = f"{graphs}{source}; the load took {time.monotonic() - began:.1f} s"
     if reference is not None:
-        _compare(engine, reference)
+        with runtime.mode(settings.options):
+            _compare(engine, reference)
     engine.close()
     bound = engine.inputs.binding
     places = dict(zip(bound.names, bound.places, strict=True))

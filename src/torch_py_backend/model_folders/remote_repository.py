@@ -5,6 +5,7 @@ The store's own library reads it, with the credentials that it finds, and only w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -50,6 +51,11 @@ def local(
 
                 report(f"fetching {hub}")
                 huggingface_hub.snapshot_download(hub, revision=revision or None, local_dir=folder)
+                # It removes no file, such as weights that shards have replaced.
+                named = set(huggingface_hub.list_repo_files(hub, revision=revision or None))
+                for path in folder.glob("[!.]*"):
+                    if path.is_file() and path.name not in named:
+                        path.unlink()
                 record.write_text("{}")
             else:
                 _fetch_files(url, folder, record, report)
@@ -62,8 +68,9 @@ def local(
             model = folder.parent
             with about(model.name):
                 _, needs = artifact_files.find_pretrained(folder, tensors=True)
-                # Not the config of the last start: the version's folder has none.
-                creation.write_config(model, {**pbtxt.read(folder), **needs}, new=True)
+                # Not the config of the last start: that of a folder without one.
+                document = {**pbtxt.read(folder / model.name), **needs}
+                creation.write_config(model, document, new=True)
             return model.parent
     return folder
 
@@ -81,6 +88,7 @@ def _fetch_files(
     present = {
         path.removeprefix(root).lstrip("/"): str(facts)
         for path, facts in store.find(root, detail=True).items()
+        if not path.endswith("/")  # an object that stands for a folder
     }
     if not present:
         raise FileNotFoundError("it holds no files")
@@ -100,4 +108,6 @@ def _fetch_files(
         shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
     for name in before.keys() - present.keys():
         (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # an empty version would be the latest one
+            os.removedirs((folder / name).parent)
     files.replace(record, json.dumps(present).encode())

@@ -29,10 +29,8 @@ _SECONDS = 0.2  # of one measurement
 # A candidate is better from this product of both gains on, and if neither gain is a loss.
 LEAST_GAIN = 1.03**2
 _LOSS = 0.98
-
 TITLES = "candidate                     ms    gain  rows/s    gain READY s   error"
 _FIGURES = "{ms:8.3g}{gains[0]:8.2f}{rows_per_s:8,.0f}{gains[1]:8.2f}{ready_s:8.1f}{error:8.1g}"
-
 _FREEZING = '{"options": {"freezing": true}}'
 _GRAPHS = {COMPILE: '{"mode": "reduce-overhead"}', "BATCH_BUCKETS": "auto"}
 _MODULES = ("MODULE", "FACTORY", "EXPORTED")

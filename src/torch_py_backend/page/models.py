@@ -26,7 +26,7 @@ import httpx
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from torch_py_backend.config.pbtxt import JsonObject
@@ -66,17 +66,16 @@ class ModelsPage:
 
     def __post_init__(self) -> None:
         # Not through a proxy. Triton waits for open connections when it stops.
-        limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.AsyncClient(
             headers={"Accept-Encoding": "identity"},
-            limits=limits,
+            limits=httpx.Limits(max_keepalive_connections=0),
             timeout=_REQUEST_S,
             trust_env=False,
         )
         self._requests = asyncio.Semaphore(_MAX_REQUESTS)
         self._collecting = asyncio.Lock()
         self._event, self._due = b"", 0.0
-        self.routes: list[BaseRoute] = [
+        self.routes = [
             Route("/events", self._events),
             Route("/openapi.json", self._openapi),
             Route("/models/{model}", self._details),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torch_py_backend.config.pbtxt import JsonObject
 
-# What all models have in common.
 _BASE = Path(__file__).with_name("assets") / "openapi-base.json"
 
 

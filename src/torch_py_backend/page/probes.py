@@ -35,11 +35,7 @@ class Snapshot(NamedTuple):
 
 
 class Probes:
-    """The endpoints for probes.
-
-    Attributes:
-        stopping: whether they report that nothing is ready, since the server is stopped.
-    """
+    """The endpoints; while `stopping`, they report that nothing is ready: the server is stopped."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self.stopping = False

@@ -107,19 +107,19 @@ def filled(
 
 
 def scatter(
-    outputs: Sequence[Value | list[Value]], names: Sequence[str], sizes: Sequence[int]
+    outputs: Sequence[Value | list[Value]],
+    names: Sequence[str],
+    sizes: Sequence[int],
 ) -> list[dict[str, Value]]:
     """Return each item's rows of each output as views; a list of outputs has one for each item."""
     if len(sizes) == 1:
         values = [output[0] if isinstance(output, list) else output for output in outputs]
         return [dict(zip(names, values, strict=True))]
     parts = [output if isinstance(output, list) else split(output, sizes) for output in outputs]
-    rows_of_items = zip(*parts, strict=True)
-    return [dict(zip(names, rows, strict=True)) for rows in rows_of_items]
+    return [dict(zip(names, rows, strict=True)) for rows in zip(*parts, strict=True)]
 
 
 def split(output: Value, sizes: Sequence[int]) -> Columns:
-    """Return each item's rows of an output as a view."""
     if isinstance(output, Tensor):
         return output.split_with_sizes(list(sizes))
     starts = itertools.accumulate(sizes, initial=0)

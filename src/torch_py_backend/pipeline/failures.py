@@ -17,7 +17,6 @@ from torch_py_backend.errors import (
     ForwardError,
     InputError,
     InternalError,
-    LoadError,
     OutOfMemoryError,
     UnavailableError,
     summarize,
@@ -109,8 +108,7 @@ class Failures:
         while ranges and left and self.fatal is None:
             first, last = ranges.popleft()
             again = last - first < len(items)
-            if again:
-                self.on_call()
+            self.on_call()
             left -= 1
             self.calls_before = composition.calls
             try:
@@ -130,7 +128,8 @@ class Failures:
 
     def _may_repeat(self) -> bool:
         """Return whether items may be run again; they are unchanged, as a batch is a copy."""
-        return not self.writes_buffers() if self._repeats is None else self._repeats
+        before, self._buffers = self._buffers, self._versions()
+        return before == self._buffers if self._repeats is None else self._repeats
 
     def classify(
         self,
@@ -153,7 +152,7 @@ class Failures:
             if self.fatal is not None:
                 found = self.fatal
             elif is_memory:
-                free()
+                torch.cuda.empty_cache()
                 found = reported(OutOfMemoryError(), text)
             elif not isinstance(error, BackendError):
                 found = reported(ForwardError(error, called or self._called), text)
@@ -161,10 +160,9 @@ class Failures:
                 found = error
             else:  # only errors of the user's own code have a cause, and need a traceback
                 found = reported(error, text if error.__cause__ is not None else "")
-            # A LoadError is a conflict between config and model: every item fails with it.
             # Other models would get the rows twice.
             calls = composition.calls != self.calls_before and not self._repeats
-            found.final |= isinstance(found, LoadError) or found is self.fatal or calls
+            found.final |= found is self.fatal or calls
         except BaseException as second:  # such as no memory for the traceback
             found = reported(InternalError(), summarize(second))
             found.final = True
@@ -244,12 +242,6 @@ def _chain(error: BaseException) -> list[BaseException]:
         links.append(link)
         link = link.__cause__ or link.__context__
     return links
-
-
-def free() -> None:
-    """Return torch's cached GPU memory to the device."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def probe(device: torch.device) -> None:

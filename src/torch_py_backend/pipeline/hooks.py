@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import repeat
@@ -99,22 +98,16 @@ class HookedPipeline:
         entries, groups = self._group_inputs(entries)
         prepared = list(entries)
         for group in groups:
-            columns, sizes = group.gather(group.items)
-            binding, parts = group.call(*columns)
-            # Without a batch dimension, a request is one row.
-            rows = zip(*parts, strict=True) if self._batched else iter([parts])
-            for place, item, size in zip(group.places, group.items, sizes, strict=True):
-                own = list(itertools.islice(rows, size))
-                prepared[place] = guarded(item, self._prepare, item, binding, own)
+            for place, item in zip(group.places, group.items, strict=True):
+                prepared[place] = guarded(item, self._prepare, item, group)
         return prepared
 
-    def _prepare(
-        self,
-        item: Item,
-        binding: InputBinding,
-        rows: Sequence[Sequence[Tree]],
-    ) -> Item:
+    def _prepare(self, item: Item, group: Group) -> Item:
         """Return the prepared rows of a request; BackendError if there are none, or one fails."""
+        columns, _ = group.gather([item])
+        binding, parts = group.call(*columns)
+        # Without a batch dimension, a request is one row.
+        rows = list(zip(*parts, strict=True)) if self._batched else [parts]
         if not rows:
             raise InputError("the request has no rows")
         hook, stacked = self.hooks.preprocess, self.hooks.collate is None

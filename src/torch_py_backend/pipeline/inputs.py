@@ -1,12 +1,9 @@
-"""The inputs of a batch: each is checked, compared, gathered and converted as its kind says.
-
-`Inputs` chooses the kinds at load, from the config and the signature.
-"""
+"""The inputs of a batch: checked, compared, gathered and converted by kinds chosen at load."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, itemgetter
@@ -40,10 +37,7 @@ _MISSING = np.empty(())
 
 
 class Kind(NamedTuple):
-    """How values, of `axes` dimensions, become a column, and the column an argument.
-
-    Each of `keys` is equal for the values of one call.
-    """
+    """How values, of `axes` dimensions, become a column, and the column an argument."""
 
     axes: int
     keys: Sequence[Key]
@@ -206,10 +200,13 @@ class Inputs:
 
 
 def _kind(
-    config: ModelConfig, spec: TensorSpec, argument: Argument, padding: Padding | None
+    config: ModelConfig,
+    spec: TensorSpec,
+    argument: Argument,
+    padding: Padding | None,
 ) -> Kind:
     """Return how the values of an input become a column: concatenated, padded or flat."""
-    pad = padding.pads.get(spec.name) if padding is not None and config.max_batch_size else None
+    pad = padding.pads.get(spec.name) if padding is not None else None
     flat = spec.ragged and config.concatenates
     # Triton has checked fixed dims.
     fixed = pad is not None or flat or -1 not in spec.dims
@@ -264,12 +261,13 @@ TENSOR = Argument()
 
 
 def _argument(
-    signature: Signature, spec: TensorSpec, takes: ArgumentType, cast: torch.dtype | None
+    signature: Signature,
+    spec: TensorSpec,
+    takes: ArgumentType,
+    cast: torch.dtype | None,
 ) -> Argument:
     """Return how an input's argument is made; BindingError if it does not take its type."""
-    kind = _KINDS[takes]
-    accepted = kind.accepts
-    make = kind.make
+    make, accepted, scalar = _KINDS[takes]
     if takes is ArgumentType.TENSOR and (signature.torchscript or signature.leaves is not None):
         accepted = ("BOOL", "INT", "UINT", "FP", "BF16")
     if not spec.dtype.triton.startswith(accepted):
@@ -280,7 +278,7 @@ def _argument(
         )
     if signature.torchscript and make is _text:  # its strings hold bytes of any encoding
         make = _text_or_bytes
-    if kind.scalar:
+    if scalar:
         convert = partial(_one_value, f"{signature.name}() takes {takes.value}", make)
         return Argument(convert, convert, scalar=True)
     if spec.dtype.torch is None:
@@ -345,18 +343,15 @@ def _bytes(text: str | bytes) -> bytes:
 
 
 class _Kind(NamedTuple):
-    """A kind of argument: `make` makes it of one value, or a part of it of one string.
-
-    `accepts` is how the names of Triton's types begin that it takes.
-    """
+    """A kind of argument: `make` makes it of one value, or a part of it of one string."""
 
     make: _Make
-    accepts: tuple[str, ...] = ("BYTES",)
+    accepts: tuple[str, ...] = ("BYTES",)  # how the names of Triton's types begin that it takes
     scalar: bool = False
 
 
 # Parts of containers are tensors.
-_KINDS: Mapping[ArgumentType, _Kind] = {
+_KINDS = {
     ArgumentType.TENSOR: _Kind(_text, ("",)),  # any type
     ArgumentType.VALUE: _Kind(
         lambda value: _text(value) if isinstance(value, bytes) else value, ("",), scalar=True

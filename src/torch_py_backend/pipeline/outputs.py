@@ -47,7 +47,6 @@ def extractor(
     """
     names = tuple(spec.name for spec in config.outputs)
     verify = [Output(config, spec, any_shape=torchscript).verify for spec in config.outputs]
-    # Bound to the structure of the first result.
     bound: results.OutputBinding | None = None
 
     def extract(result: object, rows: int) -> Columns:
@@ -155,8 +154,7 @@ class Output:
             self._check_shape(value, rows)
         if not isinstance(value, Tensor):
             return value
-        # Triton's utilities require contiguous memory. numpy rejects tensors that require a
-        # gradient or have a pending negation.
+        # Triton requires contiguous memory; numpy rejects a pending gradient or negation.
         if value.requires_grad or value.is_neg():
             value = value.detach().resolve_neg()
         return value.contiguous()
@@ -181,8 +179,7 @@ class Output:
     def _reshaped(self, value: Value, dims: tuple[int, ...]) -> Value:
         """Return a value in the shape of the config if only dims of 1 are missing.
 
-        They are [rows] for [-1, 1], and a scalar for [1]. A flat list holds the strings of all
-        rows, as LibTorch's does.
+        They are [rows] for [-1, 1], a scalar for [1]. Strings may be a flat list, as LibTorch's.
         """
         if isinstance(value, Tensor):
             is_short = value.ndim == len(dims) - len(self._sizes)

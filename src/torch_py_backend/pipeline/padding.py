@@ -20,9 +20,8 @@ from torch_py_backend.values import Items, Value, to_column
 
 log = logging.getLogger(__name__)
 
-# The largest ratio of a padded batch's values to its items' values. Without a limit, one long
-# request makes a batch of N requests N times as large as itself. With less than 4, two calls cost
-# small models more than the padding of one.
+# The largest ratio of a padded batch's values to its items' values. Without it, one long request
+# would enlarge its whole batch. Below 4, two calls cost small models more than the padding of one.
 MOST_GROWTH = 4
 
 
@@ -65,7 +64,6 @@ class Pad:
             # forward() may change a shape in place: not that of the item.
             return torch.as_tensor(concatenate(columns)).detach()
         first = columns[0]
-        gathered: Any
         if has_tensors:
             gathered = first.new_full(target, self.value)
         else:  # a copy of an array takes a third of the time
@@ -137,7 +135,7 @@ class Padding:
             if mask is None or mask is spec or mask.dtype.torch is None or mask.dims != dims:
                 expected = f"another input of numbers of dims {list(dims)}"
                 raise _refusal(f"the mask '{setting['mask']}'", expected)
-            self.pads[mask.name] = Pad(tuple(range(1, 1 + len(axes))), 0, left, multiple_of)
+            self.pads[mask.name] = Pad(_free_axes(mask), 0, left, multiple_of)
             self.masks[mask.name] = name, getattr(torch, mask.dtype.torch)
         for output in setting.get("outputs", ()):
             if output not in free:
@@ -197,8 +195,7 @@ class Padding:
             padded = pad.rounded(max(lengths))
             for outcome, size in zip(outcomes, lengths, strict=True):
                 value = outcome[output]
-                # An output that is not as long as the padded input does not follow its length. Of
-                # TorchScript, it may have fewer dimensions.
+                # Another length does not follow the input's; TorchScript's may lack the axis.
                 if size == padded or value.shape[axis : axis + 1] != (padded,):
                     continue
                 start = padded - size if pad.left else 0

@@ -2,8 +2,7 @@
 
     before → group → gather → send → call → extract → fetch → scatter → after
 
-A model without features has neither `before` nor `after`. An error is a value: it takes the place
-of an item or of its result.
+A plain model has neither `before` nor `after`. An error is a value in place of an item or result.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ Gathered: TypeAlias = "tuple[Columns, Sequence[int]]"
 # Returns the columns, [rows, ...], in the order that the model takes, and the rows of each item.
 Gather: TypeAlias = "Callable[[Items], Gathered]"
 
-
-# The code of a request without an error.
 OK = "OK"
 CODES = (OK, "INVALID_ARG", "INTERNAL", "UNAVAILABLE", "CANCELLED")
 
@@ -73,7 +70,6 @@ class Counts:
     postprocess_seconds: float = 0.0
 
     def count_requests(self, code: str, requests: int = 1) -> None:
-        """Count answered requests."""
         self.requests[code] = self.requests.get(code, 0) + requests
 
 
@@ -90,7 +86,6 @@ Extract: TypeAlias = "Callable[[Tree, int], Columns]"
 Fill: TypeAlias = "Callable[[Call, Columns, int], Columns]"
 # Returns a result for each item from the outputs, the rows of each, and the items.
 Scatter: TypeAlias = "Callable[[Columns, Sequence[int], Items], Results]"
-
 Before: TypeAlias = "Callable[[Entries], Entries]"
 After: TypeAlias = "Callable[[Results, Entries], Results]"
 Grouped: TypeAlias = "tuple[Entries, Sequence[Group]]"
@@ -105,8 +100,7 @@ class Stages(NamedTuple):
         group: refuses entries, and puts those that can share a call together.
         send: copies columns to the device; None: they are there.
         extract: returns the outputs of the model's result for a number of rows, checked.
-        fill: calls the model, in place of a plain call and `extract`, in as many calls as needed
-            with the rows that it takes; None: it takes any number of rows.
+        fill: calls the model and extracts, in as many calls as needed; None: one takes any rows.
         copy: copies an output, whose memory a later call may overwrite.
         fetch: copies outputs to the host; None: they are there.
         scatter: returns the results of items.

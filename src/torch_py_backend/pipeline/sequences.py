@@ -16,9 +16,9 @@ from torch import Tensor
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.errors import BackendError, InputError, UnavailableError
-from torch_py_backend.loading import initial_states
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline.run import Entries, Entry, Group, GroupStage, Results
-from torch_py_backend.values import Item
+from torch_py_backend.values import Call, Item
 
 # A state is kept for these seconds longer than Triton's idle time, unless new sequences need the
 # place. Triton measures that from the arrival of a request, which may have been queued since, and
@@ -42,7 +42,7 @@ class Sequences:
         rows = 1 if config.max_batch_size > 0 else None
         self._initial = {
             name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in initial_states.find(config, rows).items()
+            for name, value in example_inputs.initial_states(config, rows).items()
         }
         sequencing = config.sequencing
         assert sequencing is not None  # noqa: S101  only sequences have states
@@ -93,22 +93,22 @@ class Sequences:
             )
         return item | states
 
-    def keep(self, results: Results, entries: Entries) -> Results:
+    def keep(self, guarded: Call, results: Results, entries: Entries) -> Results:
         """Keep the new states of steps that succeeded; return the results for clients."""
-        now = self._clock()
-        for result, entry in zip(results, entries, strict=True):
-            if isinstance(result, BackendError):
-                continue
-            name = values.step(entry).id
-            if name in self._live:
-                # Copies: the model may return views of memory that it writes again.
-                self._live[name] = (
-                    {state: values.clone(result[of]) for state, of in self._names.items()},
-                    now,
-                )
-            for output in self._hidden:
-                del result[output]
-        return results
+        kept = list(results)
+        for at, result in enumerate(results):
+            if not isinstance(result, BackendError):
+                kept[at] = guarded(entries[at], self._kept, result, entries[at])
+        return kept
+
+    def _kept(self, result: Item, item: Item) -> Item:
+        """Keep the states of one step; return what its client gets."""
+        name = values.step(item).id
+        if name in self._live:
+            # Copies: the model may return views of memory that it writes again.
+            states = {state: values.clone(result[of]) for state, of in self._names.items()}
+            self._live[name] = states, self._clock()
+        return {output: result[output] for output in result if output not in self._hidden}
 
 
 def whole(group: GroupStage) -> GroupStage:

@@ -43,13 +43,11 @@ def run(
 ) -> Any:
     """Run a function, `module:function`, in a child process, and return its result.
 
-    Its keyword arguments and the result are JSON; its output is discarded if `quiet`. The processes
-    that it started end with it, except those in sessions of their own. Raises LoadError if it
-    raises, dies or takes longer than `seconds`.
+    Its keyword arguments and result are JSON; its output is discarded if `quiet`. Processes that it
+    starts end with it, unless in own sessions. LoadError if it raises, dies or exceeds `seconds`.
     """
     output = subprocess.DEVNULL if quiet else 2  # not the command's own output
-    # The child reads its arguments from this file, and replaces them by its answer. It has no name:
-    # nothing is left of it, however this process ends.
+    # Holds the child's arguments, then its answer. It has no name, so that nothing is left of it.
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps(arguments).encode())
         file.seek(0)

@@ -12,6 +12,7 @@ import contextlib
 import json
 import mmap
 import os
+import selectors
 import sys
 import time
 from array import array
@@ -38,8 +39,6 @@ class InstanceState(IntEnum):
 
 
 class Identity(NamedTuple):
-    """The identity of an instance."""
-
     pid: int
     model: str
     instance: str
@@ -113,9 +112,8 @@ def _status(word: int) -> Status:
 
 
 def start(config: ModelConfig) -> InstanceStatus:
-    # Triton copies models from cloud stores and from load requests to a temporary folder
-    # (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). In all other cases it requires that
-    # a model's folder has the model's name.
+    # Triton copies models of cloud stores and load requests to a temporary folder (LocalizePath in
+    # its src/filesystem: `/tmp/folderXXXXXX`). All other folders must have the model's name.
     copied = config.folder.absolute().name != config.name
     limit = config.options.execution_timeout_ms
     return InstanceStatus(Identity(os.getpid(), config.name, config.instance, limit, copied))
@@ -151,3 +149,17 @@ class Reader:
             for line in self.path.read_bytes()[_WORD_BYTES:].splitlines()[1:]:
                 report |= json.loads(line)
         return report
+
+
+class Selector(selectors.DefaultSelector):
+    """The selector of an event loop, which runs the model's code between two waits."""
+
+    status: InstanceStatus | None = None
+
+    def select(self, timeout: float | None = None) -> Any:
+        if self.status is None:  # in the warm-up
+            return super().select(timeout)
+        self.status.idle()
+        events = super().select(timeout)
+        self.status.busy()
+        return events

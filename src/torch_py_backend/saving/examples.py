@@ -48,12 +48,13 @@ def from_arguments(
     if isinstance(dynamic_shapes, Sequence):
         dynamic_shapes = dict(zip(arguments, dynamic_shapes, strict=False))
     leaves, tree = pytree.tree_flatten_with_path(arguments)
+    # The keys of a dict that is the only argument are names of inputs.
+    is_dict = signature.container_argument([]) is not None and {len(p) for p, _ in leaves} == {2}
     item: Item = {}
     resized: dict[str, Tensor] = {}
     for path, value in leaves:
         keys = [introspection.path_key(key) for key in path]
-        # The keys of a dict that is the only argument are names of inputs.
-        is_key = signature.container_argument([]) is not None and isinstance(keys[-1], str)
+        is_key = is_dict and isinstance(keys[-1], str)
         name = str(keys[-1]) if len(keys) == 1 + is_key else path_text("KWARGS", keys)
         if not isinstance(value, Tensor):
             raise SaveError(

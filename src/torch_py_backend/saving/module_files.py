@@ -28,6 +28,7 @@ from torch_py_backend.signature import introspection
 from torch_py_backend.values import Item
 
 Format: TypeAlias = Literal["module", "export", "aoti"]
+_MOST_ROWS = 65535  # which CUDA's kernels of convolutions take; torch.export refuses more
 _CURE = "Put the class and what it uses into a .py file and import it."
 
 
@@ -38,7 +39,10 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def write_source(
-    folder: Path, module: Any, kwargs: Mapping[str, object], processor: Any
+    folder: Path,
+    module: Any,
+    kwargs: Mapping[str, object],
+    processor: Any,
 ) -> JsonObject:
     """Write the class and its weights; return the options of the model."""
     folder.mkdir(parents=True)
@@ -83,8 +87,8 @@ def _write_class(folder: Path, stem: str, value: type) -> None:
             cure=_CURE,
         )
     source = Path(sys.modules[module].__file__ or "").absolute()
-    in_packages = not {"site-packages", "dist-packages"}.isdisjoint(source.parts)
-    if not in_packages and not source.is_relative_to(sysconfig.get_path("stdlib")):
+    is_own = {"site-packages", "dist-packages"}.isdisjoint(source.parts)
+    if is_own and not source.is_relative_to(sysconfig.get_path("stdlib")):
         parts = module.split(".")
         root = source.parents[len(parts) - (source.name != "__init__.py")]
         for place, file in discovery.imported(root, parts[0]).items():
@@ -124,7 +128,12 @@ def _source(value: type) -> str:
 
 
 def write_program(
-    folder: Path, module: nn.Module, example: Example, shapes: Any, *, compiled: bool
+    folder: Path,
+    module: nn.Module,
+    example: Example,
+    shapes: Any,
+    *,
+    compiled: bool,
 ) -> None:
     """Export a module to a file; `compiled`: as a package of AOTInductor."""
     # Copied: torch.export takes one tensor in two places for one input.
@@ -134,7 +143,7 @@ def write_program(
         tensors = [torch.cat([tensor, tensor]) for tensor in tensors]
     options = {}
     if rows and shapes is None:
-        batch = {0: torch.export.Dim("batch", min=1)}
+        batch = {0: torch.export.Dim("batch", min=1, max=_MOST_ROWS)}
         shapes = pytree.tree_unflatten([batch] * len(tensors), example.arguments)
         # By default a package takes 2 rows. Without this check, its answer has to be compared.
         options["aot_inductor.check_lowerbound"] = False

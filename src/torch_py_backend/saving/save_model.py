@@ -25,8 +25,9 @@ _PIXEL = bytes.fromhex(
     "9c63a8070000810080d394534a0000000049454e44ae426082"
 )
 _HERE = Path(__file__).parent
-_PROCESSORS: Mapping[str, tuple[Path, Mapping[str, object]]] = {
-    "pad_token": (_HERE / "text_hooks.py", {"text": ["a text", "another text, which is longer"]}),
+_TEXT = _HERE / "text_hooks.py"
+_PROCESSORS = {
+    "pad_token": (_TEXT, {"text": ["a text", "another text, which is longer"]}),
     "image_mean": (_HERE / "image_hooks.py", {"image": [_PIXEL, _PIXEL]}),
 }
 
@@ -84,6 +85,13 @@ def save_model(
     creation.check_name(target.name)
     with about(target.name):
         own, request, formats = _plan(module, format, processor, hooks, model_kwargs)
+        generates = (parameters or {}).get("METHOD") == "generate" and own == _TEXT
+        config: Any = getattr(module, "config", None)
+        if generates and not config.is_encoder_decoder and processor.padding_side != "left":
+            raise SaveError(
+                "the tokenizer pads on the right, where generate() would go on after the padding",
+                cure='Set tokenizer.padding_side = "left".',
+            )
         new_folder = creation.new_folder(target, force=overwrite)
         with _evaluating(module), torch.no_grad(), new_folder as folder:
             if own is not None:
@@ -95,7 +103,6 @@ def save_model(
                 )
                 tokens = []
                 if formats == ("module",) and module_files.is_pretrained(module):
-                    config: Any = module.config
                     tokens = artifact_files.pretrained_inputs(config.to_dict(), [*example.item])
                 # Tokens of a transformers model may be any number.
                 if [entry["name"] for entry in tokens] == [*example.item]:
@@ -120,9 +127,6 @@ def save_model(
                         )
                     module_files.write_beside(version, own, example.item)
                     document["parameters"] = pbtxt.parameters({**options, **(parameters or {})})
-                    # Until the config is written: without a max_batch_size in this file, the
-                    # warm-up refuses rows that depend on each other.
-                    (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
                     report = creation.write_config(folder, document, reference=reference)
                     for warning in report["warnings"]:
                         log.warning("model '%s': %s", folder.name, warning)

@@ -25,6 +25,8 @@ from torch_py_backend.server.installation import refuse_in_shell
 # With the key of restricted endpoints.
 KEY_HEADER = "admin-key"
 _REQUEST_S = 10.0
+# This machine is not reached through a proxy, which variables may name.
+_OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 _UNLOAD_S = 30.0
 _UNLOADED = "unloaded"
 # What Triton logs where its reason is only this; the parser of protobuf writes the line before.
@@ -112,7 +114,7 @@ class TritonClient:
 
     def __post_init__(self) -> None:
         self._headers = {KEY_HEADER: self.key} if self.key else {}
-        channel = grpc.insecure_channel(self.grpc_address)
+        channel = grpc.insecure_channel(self.grpc_address, [("grpc.enable_http_proxy", 0)])
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         self.close = channel.close  # pending calls then fail
 
@@ -135,7 +137,7 @@ class TritonClient:
         url = f"http://{self.http_address}/v2/{path}"
         request = urllib.request.Request(url, data, self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=_REQUEST_S) as response:  # noqa: S310
+            with _OPEN(request, timeout=_REQUEST_S) as response:
                 # Names of folders are bytes, which need not be UTF-8.
                 return json.loads(response.read().decode(errors="replace"))
         except http.client.HTTPException as error:  # it has died during its answer

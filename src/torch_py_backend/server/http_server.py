@@ -1,7 +1,6 @@
 """The HTTP server of probes and page, in a thread of its own.
 
-Slow or hostile clients delay neither probes nor the supervisor: connections are limited in number,
-size and time.
+Connections are limited in number, size and time: no client delays probes or the supervisor.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ def install(backends: Path, name: str) -> Path:
         ignored = shutil.ignore_patterns("*.pyc.*")  # of processes that compile the package now
         shutil.copytree(PACKAGE, staged / PACKAGE.name, ignore=ignored)
         (staged / "model.py").write_text(SHIM, encoding="utf-8")
-        # A server that cannot write to its backends, or runs with PYTHONDONTWRITEBYTECODE, would
-        # otherwise compile the package for each instance.
+        # Else each instance compiles it, if it cannot write here or has PYTHONDONTWRITEBYTECODE.
         compileall.compile_dir(staged, quiet=2)  # prints no errors
         uninstall(backends, name)
         staged.rename(backends / name)

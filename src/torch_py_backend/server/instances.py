@@ -95,9 +95,11 @@ class InstanceMonitor:
             return 0.0
         return time.monotonic() - max(status.since for status in statuses)
 
-    def kill_idle(self, model: str) -> None:
+    def kill_idle(self, model: str, *, left: bool) -> None:
+        """Kill idle instances of a model: those `left` of a load that failed, or the others."""
         for instance in self.instances(model):
-            if instance.reader.read().state is InstanceState.IDLE:
+            is_idle = instance.reader.read().state is InstanceState.IDLE
+            if is_idle and instance.reported is left:
                 instance.kill()
 
     def report(self, model: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ _IGNORED = ("compile_cache", "__pycache__")
 _REFUSED = (
     *("model-control-mode", "model-repository", *RESTRICTIONS),
     *("http-port", "allow-http", "grpc-port", "allow-grpc", "metrics-port"),
+    *("http-address", "grpc-address", "grpc-use-ssl", "grpc-use-ssl-mutual"),
 )
 
 
@@ -91,7 +92,9 @@ def run(
         routes = [*probes.routes, *(served.page().routes if page else ())]
         with http_server.run(listener, routes):
             try:
-                supervisor.load(names or sorted(server.wait_loaded(is_over)))
+                found = sorted(server.wait_loaded(is_over))
+                # Not hidden folders, such as .git and .ipynb_checkpoints.
+                supervisor.load(names or [n for n in found if n[0] != "." and n not in _IGNORED])
                 steps = [served.step]
                 if reload:
                     steps.append(Reloader(server.repository, names, supervisor.reload).step)
@@ -217,8 +220,8 @@ class Reloader:
                 for parent, folders, names in os.walk(model, followlinks=True):
                     folders[:] = [name for name in folders if name not in _IGNORED]
                     for name in names:
-                        if not name.startswith("."):  # of an editor
-                            path = Path(parent, name)
+                        path = Path(parent, name)
+                        if not name.startswith(".") and path.exists():  # of an editor; a link
                             files.add((path, path.stat().st_mtime_ns))
                 if not self.names or model.name in self.names:
                     polled[model.name] = files

@@ -149,6 +149,8 @@ class Supervisor:
         model = self._models.get(name)
         if model is None or model.phase is Phase.GIVEN_UP:
             self.load([name])
+        elif model.phase is Phase.DOWN:
+            model.due = self.clock()
         elif model.phase is not Phase.SERVING or model.call is not None:
             return False
         else:
@@ -328,7 +330,7 @@ class Supervisor:
         if model.phase is Phase.DOWN and model.call is None and not self._missing_part(model):
             seconds = now - model.since
             if seconds >= _IDLE_S:
-                self.monitor.kill_idle(model.name)
+                self.monitor.kill_idle(model.name, left=True)
             is_free = not self.monitor.instances(model.name) or seconds >= _SURVIVORS_S
             if now >= model.due and is_free:
                 self._begin_load(model)
@@ -338,5 +340,5 @@ class Supervisor:
             and not self._state(model.name).ready
             and self.monitor.idle_seconds(model.name) > _TRITON_S
         ):
-            self.monitor.kill_idle(model.name)  # the load then fails in Triton
+            self.monitor.kill_idle(model.name, left=False)  # the load then fails in Triton
             model.death = model.death or _NOT_ACCEPTED

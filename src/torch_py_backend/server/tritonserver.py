@@ -36,7 +36,7 @@ _GRACE_SECONDS = 5
 # Of the server's own start: other errors, such as a GPU that is missing, do not end it.
 _ERROR = (
     r"^(?:E\d{4} .* (?:main|tritonserver)\.cc:\d+\] \"?(.*?)\"?|error: (.+)"
-    r"|.*(unrecognized option .+)|(Bad option: .+\n.+))$"
+    r"|.*((?:unrecognized option|Unexpected argument:) .+)|(Bad option: .+\n.+))$"
 )
 # Clients on this machine reach all addresses at the loopback address of the same family.
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
@@ -79,6 +79,8 @@ class Server:
         if self.restrict and not (self.key.isascii() and self.key.isprintable()):
             raise ToolError("the admin key has characters that no header holds; expected ASCII.")
         self.repository = self.repository.absolute()
+        if ":" not in self.address:  # Triton takes no name
+            self.address = socket.gethostbyname(self.address)
         self.ports = choose_ports(self.address, self.ports)
         host = _WILDCARDS.get(self.address, self.address)
         host = f"[{host}]" if ":" in host else host  # as in a URL

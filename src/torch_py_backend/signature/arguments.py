@@ -1,8 +1,7 @@
 """The arguments of forward(), and the grammar of the names that stand for them.
 
-The name of an input is, in this order: an argument of forward(); a path, `ARGS[0]`,
-`ARGS[2][key]`, `KWARGS[name]`; or `<name>__<number>`, the number of an argument (of a leaf, if the
-artifact contains its own call tree).
+The name of an input is, in this order: an argument of forward(); a path, `ARGS[0]`, `ARGS[2][key]`
+or `KWARGS[name]`; or `<name>__<number>`, an argument's number (a leaf's, with an own call tree).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-# How an argument is passed.
 Passing: TypeAlias = inspect._ParameterKind  # noqa: SLF001  has no public name
 # Keys from an argument (or the result) down to a leaf.
 Path: TypeAlias = tuple[int | str, ...]
@@ -22,8 +20,7 @@ Path: TypeAlias = tuple[int | str, ...]
 # for the n-th positional argument if `*args` contains it.
 Place: TypeAlias = tuple[str, Path]
 
-# As in LibTorch: only digits after the first two underscores. Numbers and paths are bounded, so
-# that no name makes a long list or a deep recursion.
+# As in LibTorch: digits after the first two underscores. Bounds prevent long lists and recursion.
 _ORDINAL = re.compile(r"(?:(?!__).)*__([0-9]{1,4})")
 _PATH = re.compile(r"(ARGS|KWARGS|RESULT)((?:\[[^\[\]]+\]){0,64})")
 
@@ -35,7 +32,6 @@ def ordinal(name: str) -> int | None:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name is the text of a path."""
     return _PATH.fullmatch(name) is not None
 
 

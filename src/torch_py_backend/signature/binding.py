@@ -66,7 +66,7 @@ def bind_inputs(
     `ordered`, they are bound in their order, but for `sequence_inputs`: states and controls.
     BindingError if a name matches no leaf, or a leaf has no input or two.
     """
-    places = _places(names, signature, sequence_inputs, ordered=ordered)
+    places = _places(names, signature, sequence_inputs, ordered=ordered, quiet=bool(left_out))
     if len(set(places.values())) < len(names):
         raise BindingError(
             f"two of the inputs {join_names(names)} feed the same argument",
@@ -136,7 +136,12 @@ def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
 
 
 def _places(
-    names: Sequence[str], signature: Signature, sequence_inputs: Collection[str], *, ordered: bool
+    names: Sequence[str],
+    signature: Signature,
+    sequence_inputs: Collection[str],
+    *,
+    ordered: bool,
+    quiet: bool,
 ) -> dict[str, Place]:
     """Return the places of names: parts of one argument, each separately, or all in order."""
     container = signature.container_argument(names)
@@ -160,7 +165,8 @@ def _places(
         used = [places.get(name) for name in sequence_inputs]
         free = ((slot, ()) for slot in slots if (slot, ()) not in used)
         places |= {name: next(free, None) for name in requested}
-        log.warning(
+        log.log(
+            logging.DEBUG if quiet else logging.WARNING,  # once, not for what requests leave out
             "the input names %s are not all arguments of %s, nor all numbers (INPUT__0, INPUT__1,"
             " …); they are passed in the config's order.",
             ", ".join(requested),

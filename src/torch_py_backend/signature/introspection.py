@@ -26,7 +26,7 @@ from torch_py_backend.signature.arguments import (
     path_text,
 )
 
-_TYPES: Mapping[object, ArgumentType] = {
+_TYPES = {
     int: ArgumentType.INT,
     float: ArgumentType.FLOAT,
     bool: ArgumentType.BOOL,
@@ -133,12 +133,13 @@ def _argument_type(kinds: Sequence[object]) -> ArgumentType:
 
 
 def from_tree(
-    spec: pytree.TreeSpec, constants: Mapping[int, object], names: Sequence[str] = ()
+    spec: pytree.TreeSpec,
+    constants: Mapping[int, object],
+    names: Sequence[str] = (),
 ) -> Signature:
     """Return the signature of an exported program with the tree `spec` of (args, kwargs).
 
-    Its constants, by the number of their leaf, are no tensors and are passed; `names` are those of
-    positional arguments, if known.
+    `constants`, by the number of their leaf, are passed as they are; `names`: positional arguments.
     """
     numbers = range(spec.num_leaves)
     args, kwargs = pytree.tree_unflatten(list(numbers), spec)

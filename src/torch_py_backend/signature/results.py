@@ -2,7 +2,8 @@
 
 The name of an output is, in this order: a key or field of the result; a path, `RESULT`,
 `RESULT[0]`, `RESULT[key][1]`; or `<name>__<number>`, the number of a leaf in the result's order.
-If no name is one of these, outputs of a tuple, a list or one value are bound in the config's order.
+If no name is a key, a field or a path, and not all are numbers, outputs of a tuple, a list or one
+value are bound in the config's order.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def bind_outputs(
         aliases.setdefault(path_text("RESULT", keys), number)
     indices = [aliases.get(name, ordinal(name)) for name in names]
     has_order = isinstance(result, tuple) or not has_names
-    if set(indices) == {None} and has_order and not any(map(is_path, names)):
-        if has_names:
+    is_none = aliases.keys().isdisjoint(names) and not any(map(is_path, names))
+    # As LibTorch does it, also if some of the names have a number.
+    if None in indices and is_none and has_order:
+        if has_names or set(indices) != {None}:
             text = "the output names %s are no fields of the result; they are taken in its order."
             log.warning(text, ", ".join(names))
         indices = list(range(len(names)))

@@ -130,6 +130,7 @@ _INPUT = {"name": "x", "datatype": "FP32", "shape": [1, 4]}
 _GOOD = {"inputs": [{**_INPUT, "data": [1.0, 2.0, 3.0, 4.0]}]}
 _BYTES = np.ones((1, 4), np.float32).tobytes()
 _BINARY = {"inputs": [{**_INPUT, "parameters": {"binary_data_size": len(_BYTES)}}]}
+_WORDS = [{"name": one, "datatype": "BYTES", "shape": [1, 2], "data": ["?"] * 2} for one in _PAIRS]
 
 
 def _input(**values: Any) -> bytes:
@@ -140,6 +141,10 @@ def _input(**values: Any) -> bytes:
 _HTTP: dict[str, bytes] = {
     "another type": _input(datatype="INT64"),
     "no rows": _input(shape=[0, 4], data=[]),
+    "an ID and texts that are not UTF-8": _post(
+        json.dumps({"id": "?", "inputs": _WORDS}).encode().replace(b"?", b"\xff"),
+        path="/v2/models/pairs/infer",
+    ),
     "a negative size": _input(shape=[-1, 4]),
     "unknown shared memory": _input(
         parameters={"shared_memory_region": "/dev/mem", "shared_memory_byte_size": 16}
