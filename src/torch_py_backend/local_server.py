@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 # Arrays by the names of the outputs.
 Outputs: TypeAlias = dict[str, NDArray[Any]]
-# Not through a proxy that variables name.
-_CHANNEL = [("grpc.enable_http_proxy", 0)]
+# Messages of any size, and not through a proxy that variables name.
+_UNLIMITED = ("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)
+_CHANNEL = [*_UNLIMITED, ("grpc.enable_http_proxy", 0)]
 _LOGGER = logging.getLogger(__name__)
 
 

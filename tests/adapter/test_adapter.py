@@ -46,9 +46,11 @@ def test_numpy_that_garbles_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 _OWN = """
 from pathlib import Path
+from numpy import memmap
 from safetensors.torch import load_file
 
 OWN = load_file(Path(__file__).with_name("own.safetensors"))
+SEEN = memmap(Path(__file__).with_name("seen.bin"), mode="w+", shape=4)
 """
 _MAPS = scenarios.both(
     scenarios.text(models.source(models.Factor) + _OWN),
@@ -56,9 +58,10 @@ _MAPS = scenarios.both(
     scenarios.safe({"own": torch.ones(4)}, "own.safetensors"),
 )
 _FATAL = ["write model.pt", "truncate model.pt", "write own.safetensors"]
+_OTHER = ["rename model.pt", "write model.py", "write seen.bin"]
 
 
-@pytest.mark.parametrize("written", [*_FATAL, "rename model.pt", "write model.py"])
+@pytest.mark.parametrize("written", _FATAL + _OTHER)
 def test_mapped_files_that_are_written_in_place(written: str, tmp_path: Path) -> None:
     """Requests get 503 with the file's name; a file that is replaced by renaming is no matter."""
     model = instances.load(tmp_path, Scenario("maps", _MAPS, scenarios.x_to_y()))
@@ -82,6 +85,14 @@ def test_mapped_files_that_are_written_in_place(written: str, tmp_path: Path) ->
             assert f"{name} was written in place" in error.message()
     assert len(logged()) == (written in _FATAL)
     model.finalize()
+
+
+def test_without_a_warm_up_nothing_is_compiled(tmp_path: Path, dynamo: None) -> None:
+    config = scenarios.x_to_y(WARMUP="false", TORCH_COMPILE_OPTIONAL_PARAMETERS="{}")
+    model = instances.load(tmp_path, Scenario("net", scenarios.python(models.Negate), config))
+    torch._dynamo.utils.counters.clear()
+    assert model.execute([request(1)])[0].error() is None
+    assert not torch._dynamo.utils.counters["frames"]
 
 
 def test_python_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

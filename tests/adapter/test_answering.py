@@ -1,5 +1,3 @@
-"""Answers to batches of requests, also in sequences: failures are isolated, and logged."""
-
 from __future__ import annotations
 
 import weakref

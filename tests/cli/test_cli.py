@@ -1,5 +1,3 @@
-"""The command line: its version, removed names, and how errors are printed."""
-
 from __future__ import annotations
 
 import io

@@ -98,7 +98,6 @@ _OPTIONS: dict[str, dict[str, str]] = {
     "not compiled": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"disable": true}'},
     "fixed shapes": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"dynamic": false}'},
     "graphs": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"mode": "reduce-overhead"}'},
-    "unwarmed": {"WARMUP": "false"},
     "shared": {"ENABLE_WEIGHT_SHARING": "true"},
     "freeze": {"OPTIMIZE": "freeze"},
     "profile": {"PROFILE_DIR": "traces"},
@@ -138,7 +137,6 @@ _CONFLICTS = {
     "pad + unbatched": "PAD is set, and max_batch_size is 0",
     "pad + stream": "PAD is set, and the model is decoupled",
     "buckets + stream": "BATCH_BUCKETS is set, and the model is decoupled",
-    "compiled + unwarmed": "TORCH_COMPILE_OPTIONAL_PARAMETERS is set, and WARMUP is false",
     "compiled + stream": "OPTIONAL_PARAMETERS is set, and the model is decoupled",
     "freeze + stream": "OPTIMIZE asks for freeze, and the model is",
     "profile + stream": "PROFILE_DIR is set, and the model is decoupled",
@@ -162,7 +160,7 @@ def test_conflict_fails_the_load_but_not_the_completion(settings: str, message: 
     [
         ("graphs + buckets", "GPU"),
         ("pad + state y", "CPU"),
-        ("not compiled + unwarmed + shared + stream", "CPU"),
+        ("not compiled + shared + stream", "CPU"),
         ("compiled + batch_input", "CPU"),
     ],
 )

@@ -62,19 +62,14 @@ def test_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.version_folder == tmp_path / "digits" / "3"
 
 
-@pytest.mark.parametrize("auto", ["CPU", "GPU"])
-def test_triton_s_defaults_and_the_cpu_for_a_folder_without_a_config(
-    auto: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pbtxt, "_AUTO", auto)
+def test_no_file_and_an_empty_one_have_triton_s_defaults(tmp_path: Path) -> None:
     (tmp_path / "digits").mkdir()
     document = pbtxt.read(tmp_path / "digits")
     assert (document["name"], document["max_batch_size"]) == ("digits", 0)
     assert document["input"] == document["output"] == []
     assert document["parameters"] == {}
-    read = [document, *(_read(tmp_path, one) for one in ("# nothing\n", "instance_group [{ }]"))]
-    arguments = [pbtxt.arguments(tmp_path / "digits", "1", one) for one in read]
-    assert [one["model_instance_kind"] for one in arguments] == ["CPU", auto, auto]
+    assert pbtxt.arguments(tmp_path / "digits", "1", document)["model_instance_kind"] == "CPU"
+    assert _read(tmp_path, "# nothing\n") == document
 
 
 @pytest.mark.parametrize(

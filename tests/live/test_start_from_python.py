@@ -34,6 +34,8 @@ _HALVES = scenarios.Scenario(
     + scenarios.tensor("input", "factor", [4], "BF16")
     + scenarios.tensor("output", "y", [4], "BF16"),
 )
+_LARGE = "import torch\n\n\ndef large(x):\n    return {'y': torch.zeros(len(x), 2**21)}\n"
+_LARGER = scenarios.Scenario("large", scenarios.text(_LARGE), scenarios.x_to_y(2**21))
 # Ticks as often as it is asked to.
 _TICKER = streamed.TABLE[0].scenario
 
@@ -41,7 +43,7 @@ _TICKER = streamed.TABLE[0].scenario
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     repository = tmp_path_factory.mktemp("models")
-    for scenario in (instances.named("module_pt"), _HALVES, _TICKER):
+    for scenario in (instances.named("module_pt"), _HALVES, _LARGER, _TICKER):
         scenario.lay_out(repository)
     running = torch_py_backend.serve(repository)
     try:
@@ -62,6 +64,10 @@ def test_what_is_served_answers_as_the_module(server: LocalServer) -> None:
             outputs = server.infer("module_pt", inputs)
             assert outputs.keys() == {"y"}
             scenarios.assert_close(outputs["y"], 6 * x.numpy())
+
+
+def test_messages_have_no_limit(server: LocalServer) -> None:
+    assert server.infer("large", torch.rand(1, 4))["y"].nbytes == 2**23
 
 
 def test_values_that_numpy_does_not_have(server: LocalServer) -> None:

@@ -1,5 +1,3 @@
-"""Functions in child processes: each has a result, or one error of one line."""
-
 from __future__ import annotations
 
 import subprocess

@@ -141,26 +141,27 @@ _classifier = partial(_bert, "BertForSequenceClassification")
 
 _TEXTS = {"hooks": models.Measure, "example_inputs": {"text": ["a", "longer"]}}
 _BYTES = {"hooks": models.Bytes, "example_inputs": {"data": [b"\x00\xff\x10\x80"]}}
+_FREE = {"dynamic_shapes": ({1: Dim("n")},)}
 _LABELS = {"hooks": models.Labels, "example_inputs": {"text": ["a", "a b"]}}
-_ANY_LENGTH = "last_hidden_state [-1, 16], pooler_output [16]"
+_ANY_LENGTH = "[1] → last_hidden_state [-1, 16], pooler_output [16]"
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "outputs", "written"),
+    ("make", "options", "tensors", "written"),
     [
-        (None, _TEXTS, "label STRING [], scores [3]", "'text': [['a'], ['longer']]"),
-        (None, _BYTES, "OUTPUT__0 [3]", r"'data': [[b'\x00\xff\x10\x80']]"),
+        (None, _TEXTS, "[1] → label STRING [], scores [3]", "'text': [['a'], ['longer']]"),
+        (None, _BYTES | _FREE, "[-1] → OUTPUT__0 [3]", r"'data': [[b'\x00\xff\x10\x80']]"),
         (_encoder, {}, _ANY_LENGTH, "'text': [['a text']"),
-        (_classifier, _LABELS, "label STRING [], share []", "'text': [['a'], ['a b']]"),
+        (_classifier, _LABELS, "[1] → label STRING [], share []", "'text': [['a'], ['a b']]"),
     ],
 )
 def test_hooks_are_written_beside_the_model_with_the_example_and_the_processor(
-    make: Any, options: dict[str, Any], outputs: str, written: str, tmp_path: Path
+    make: Any, options: dict[str, Any], tensors: str, written: str, tmp_path: Path
 ) -> None:
     module, processor = make() if make else (models.Affine(), None)
     document = _saved(tmp_path, module, processor=processor, **options)
     name = written.split("'")[1]
-    assert build.described(document) == f"{name} STRING [1] → {outputs} (8)"
+    assert build.described(document) == f"{name} STRING {tensors} (8)"
     version = tmp_path / "models" / "net" / "1"
     assert written in (version / "hooks.py").read_text()
     assert all(path.stat().st_mode & 0o044 for path in version.iterdir())

@@ -1,5 +1,3 @@
-"""`LocalServer` without a server: the inputs that it sends, starts and stops."""
-
 import sys
 import threading
 import time

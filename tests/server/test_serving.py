@@ -1,5 +1,3 @@
-"""`--reload` and arguments for tritonserver; tests/live runs servers."""
-
 from pathlib import Path
 
 import pytest

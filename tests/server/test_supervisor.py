@@ -1,5 +1,3 @@
-"""A supervisor with fakes of Triton, its instances and the clock."""
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast

@@ -21,6 +21,8 @@ def test_a_server_that_was_not_started_may_be_stopped(tmp_path: Path) -> None:
     server = Server(tmp_path, ports=(80, 0, 0, 0), address="0.0.0.0")
     assert server.http_address == "127.0.0.1:80"
     assert Server(tmp_path, address="localhost").address == "127.0.0.1"
+    with pytest.raises(ToolError, match=r"--address is 'no\.\.name'"):
+        Server(tmp_path, address="no..name")
     server.stop()
 
 

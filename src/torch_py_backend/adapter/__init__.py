@@ -45,6 +45,7 @@ class TritonPythonModel:
 
     is_ready: Callable[[], bool]
     _answer: Callable[..., Any]
+    _request: Sequence[pbtxt.JsonObject] = ()
 
     def __init__(self) -> None:
         # Before `initialize`: it is not known when a server looks for the method.
@@ -115,7 +116,7 @@ class TritonPythonModel:
         gc.enable()
         _check_numpy()
         engine = self._build(share)
-        self._request: list[pbtxt.JsonObject] = []
+        changed = []
         if settings.options.warmup is not False:
             with runtime.mode(settings.options):
                 changed = warmup.run(engine, serving=True)
@@ -131,8 +132,9 @@ class TritonPythonModel:
                 del self._engine, engine
                 gc.collect()
                 engine = self._build(share)
-                with engine.preparing():  # nothing is compiled, as the model is not called
-                    pass
+        if settings.options.warmup is False or changed:
+            with engine.preparing():  # nothing is compiled, as the model is not called
+                pass
         # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
         # Not as the last step: a log message in transit while the load ends can hang Triton. The

@@ -107,10 +107,7 @@ class Streaming:
 class _Client:
     """The client of one request, which gets its responses.
 
-    Attributes:
-        sender: Triton's sender of responses.
-        refusal: why its stream was cancelled; None: it was not.
-        ended: whether it got its final response.
+    `refusal` is why its stream was cancelled; None: it was not.
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:

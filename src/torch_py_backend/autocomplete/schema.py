@@ -146,7 +146,8 @@ def _items(
             example_inputs.item(config, rows, shrunk=shrunk, example=example)
             for shrunk in (False, True)
         ]
-    if batched and hooked:  # rows alone, such as texts of different lengths, show which dims vary
+    if batched and hooked and all(map(len, items[0].values())):
+        # Rows alone, such as texts of different lengths, show which dims vary.
         for at in (0, 1):
             items.append({name: value[[at % len(value)]] for name, value in items[0].items()})
     return items

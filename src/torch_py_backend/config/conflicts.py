@@ -23,7 +23,6 @@ _EXCLUSIONS = (
         "streams",
         "Each request is a stream, with the model's code between its responses: remove it.",
     ),
-    ("compiled", "unwarmed", "The model is compiled in its warm-up: remove one."),
     ("pad buckets static streams", "ragged", "Sizes differ from batch to batch; remove one."),
     ("hooks", "pad sequences streams ragged", "Hooks are for independent requests; remove one."),
 )
@@ -55,7 +54,6 @@ def check(config: ModelConfig) -> None:
         ),
         "shared": ("ENABLE_WEIGHT_SHARING shares the weights on the GPU", shared),
         "placed": ("instance_group has KIND_MODEL", config.kind == "MODEL"),
-        "unwarmed": ("WARMUP is false", options.warmup is False),
         "profile": ("PROFILE_DIR is set", options.profile_dir),
         "ragged": ("config.pbtxt has batch_input or batch_output", config.concatenates),
         "hooks": (

@@ -14,8 +14,6 @@ from torch_py_backend.errors import ConfigError, PlatformError
 JsonObject: TypeAlias = dict[str, Any]
 # config.pbtxt as Triton passes it to backends, or a part of it.
 Document: TypeAlias = Mapping[str, Any]
-# What Triton takes for KIND_AUTO, and without an instance_group.
-_AUTO = "GPU" if Path("/dev/nvidiactl").exists() else "CPU"
 _BATCH_SIZE = re.compile(r"^[^#\n]*\bmax_batch_size\s*:\s*[1-9]", re.MULTILINE)
 
 
@@ -23,9 +21,8 @@ def read(folder: Path) -> JsonObject:
     """Return the config of a model folder with Triton's defaults, also without a config.pbtxt."""
     protobuf, text_format, json_format = _protobuf()
     message = protobuf.ModelConfig()
-    content = text(folder)
     try:
-        text_format.Parse(content, message)
+        text_format.Parse(text(folder), message)
     except text_format.ParseError as error:
         raise _unreadable(error) from None
     if message.name not in ("", folder.name):
@@ -39,9 +36,8 @@ def read(folder: Path) -> JsonObject:
         tensor["dims"] = [int(size) for size in tensor["dims"]]
         if "reshape" in tensor:
             tensor["reshape"]["shape"] = [int(size) for size in tensor["reshape"]["shape"]]
-    # The config of a new folder names the CPU.
-    default = {"kind": f"KIND_{_AUTO}" if content else "KIND_CPU", "count": 1}
-    document["instance_group"] = document["instance_group"] or [default]
+    # Triton's default, on a machine without a GPU.
+    document["instance_group"] = document["instance_group"] or [{"kind": "KIND_CPU", "count": 1}]
     return document
 
 
@@ -120,7 +116,7 @@ def arguments(
         "model_repository": str(folder.absolute()),
         "model_version": version,
         "model_instance_name": f"{document['name']}_0_0",
-        "model_instance_kind": _AUTO if kind == "AUTO" else kind,
+        "model_instance_kind": "CPU" if kind == "AUTO" else kind,
         "model_instance_device_id": str((group.get("gpus") or [0])[0]),
     }
 

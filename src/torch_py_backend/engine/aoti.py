@@ -46,6 +46,8 @@ _CURE = (
 )
 # Of the file with the constants that no weight of the module is.
 _KEPT = ".safetensors"
+# Of files that a model's code reads, none that it may write.
+_READ = (".py", ".json", ".yaml", ".yml", ".toml", ".txt", ".safetensors")
 _WITHOUT_WEIGHTS = {
     "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,
@@ -117,18 +119,23 @@ class Packaged:
         if any(leaf is None for leaf in leaves):  # likewise
             return self._module(*args, **kwargs)
         is_small = any(leaves[leaf].shape[dim] < least for leaf, dim, least in self._sizes)
-        if is_small or not self._fits({"leaves": leaves}):
+        if is_small:
             return self._module(*args, **kwargs)
-        try:
-            outputs = self._package.run(list(leaves))
-        except RuntimeError as error:
-            if not aotinductor.REFUSED.search(str(error)):
-                raise
-            if not self.refusal:
-                self.refusal = summarize(error)
-                log.warning("the compiled package refuses a call, which runs eagerly: %s", error)
-            return self._module(*args, **kwargs)
-        return outputs[0] if self._result is None else pytree.tree_unflatten(outputs, self._result)
+        reason = "torch.export has assumed other sizes"
+        if self._fits({"leaves": leaves}):
+            try:
+                outputs = self._package.run(list(leaves))
+            except RuntimeError as error:
+                if not aotinductor.REFUSED.search(str(error)):
+                    raise
+                reason = summarize(error)
+            else:
+                result = self._result
+                return outputs[0] if result is None else pytree.tree_unflatten(outputs, result)
+        if not self.refusal:
+            self.refusal = reason
+            log.warning("the compiled package refuses a call, which runs eagerly: %s", reason)
+        return self._module(*args, **kwargs)
 
 
 def _named(loaded: Loaded) -> dict[str, Tensor]:
@@ -175,7 +182,7 @@ def _key(config: ModelConfig, loaded: Loaded, device: torch.device) -> str:
     parts.append(getattr(sys.modules.get(package), "__version__", ""))
     digest = hashlib.sha256(repr(parts).encode())
     read = {*config.version_folder.rglob("*"), config.folder / "config.json"}
-    paths = [path for path in read if path.is_file() and path.suffix != ".pyc"]
+    paths = [path for path in read if path.suffix in _READ and path.is_file()]
     for path in sorted({*paths, *loaded.artifact.weight_files()}):
         with path.open("rb") as file:
             while block := file.read(1 << 20):

@@ -84,9 +84,11 @@ class Engine:
         self.host_inputs = config.options.force_cpu_only_input_tensors
         self._cleans = config.options.enable_cache_cleaning and device.type == "cuda"
         self.mapped = sharing.mapped(config, loaded)
-        maps = Path("/proc/self/maps").read_text(errors="replace")
+        maps = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+        # Not memory that the model writes, such as numpy's memmap.
+        paths = {line.split(maxsplit=5)[-1] for line in maps if " rw-s " not in line}
         known = {*config.version_folder.rglob("*"), *loaded.artifact.weight_files()}
-        mapped = {path for path in map(Path.resolve, known) if f" {path}\n" in maps}
+        mapped = {path for path in map(Path.resolve, known) if str(path) in paths}
         self._mapped_files = {path: path.stat() for path in mapped if path.suffix != ".so"}
         self._looks_at = 0.0
         self.counts = Counts()
@@ -169,7 +171,10 @@ class Engine:
     def close(self) -> None:
         """Release weights that are shared with other processes, and files. May be called twice."""
         self.loaded.close()
-        if "loop" in vars(self) and not self.loop.is_running():
+        if "loop" in vars(self) and not self.loop.is_running() and not self.loop.is_closed():
+            for task in asyncio.all_tasks(self.loop):  # which the warm-up has left
+                task.cancel()
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
         if self._shared is not None:
             self._shared.close()

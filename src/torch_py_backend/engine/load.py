@@ -25,7 +25,8 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     device = runtime.placement(config)
     artifact = discovery.find(config)
     config = registry.without_unused(config, artifact.kind)
-    # In turn, because TorchScript and exported programs are copied before their weights are shared.
+    # In turn: TorchScript and exported programs are copied before their weights are shared, and at
+    # the same time would need that memory several times.
     with private_files.turn(config.name):
         weights_device, shared = device, None
         if device is not None and sharing.requested(config):

@@ -61,10 +61,7 @@ class SharedWeights:
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._instance, self._device = config.instance, device
-        # Of these files: a load of changed ones has an owner of its own.
-        files = [path for path in sorted(config.version_folder.glob("*")) if path.exists()]
-        times = [(path.name, path.stat().st_mtime_ns) for path in files]
-        key = f"{config.version_folder.resolve()} {device} {times}"
+        key = f"{config.version_folder.resolve()} {device}"
         self._socket = private_files.server_path(config.name, key)
         # An address has at most 107 characters, so the folder is named by a descriptor, kept open.
         folder = os.open(self._socket.parent, os.O_RDONLY | os.O_DIRECTORY)

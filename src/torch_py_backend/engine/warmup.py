@@ -104,7 +104,7 @@ def _run_sample(
     items = example_inputs.requests(engine.config, sample)
     repeats = _REPEATS if engine.compiles or engine.loaded.signature.torchscript else 1
     for number in range(1, repeats * (2 if states else 1) + 1):
-        results: list[dict[str, Value]] = []
+        results = []
         for outcome in call(copy.deepcopy(items)):  # forward() may write into them
             if isinstance(outcome, BackendError):
                 return outcome
@@ -174,10 +174,7 @@ def request(engine: Engine) -> list[JsonObject]:
 
 
 def _plain(element: object) -> object:
-    """Return an element of a tensor as JSON has it; numbers are rounded.
-
-    Bytes that are no text, such as an image, are {"base64": …}; the endpoint takes no such JSON.
-    """
+    """Return an element as JSON: numbers are rounded, bytes of an image or the like "base64"."""
     if isinstance(element, bytes):
         if len(element) > _MOST_BYTES:
             return f"{len(element)} bytes"

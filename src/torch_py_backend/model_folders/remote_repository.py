@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch_py_backend import files
@@ -52,10 +52,11 @@ def local(
                 report(f"fetching {hub}")
                 huggingface_hub.snapshot_download(hub, revision=revision or None, local_dir=folder)
                 # It removes no file, such as weights that shards have replaced.
-                named = set(huggingface_hub.list_repo_files(hub, revision=revision or None))
-                for path in folder.glob("[!.]*"):
-                    if path.is_file() and path.name not in named:
-                        path.unlink()
+                with contextlib.suppress(Exception):  # it is offline
+                    named = huggingface_hub.list_repo_files(hub, revision=revision or None)
+                    for path in folder.glob("[!.]*"):
+                        if path.is_file() and path.name not in named:
+                            path.unlink()
                 record.write_text("{}")
             else:
                 _fetch_files(url, folder, record, report)
@@ -88,7 +89,6 @@ def _fetch_files(
     present = {
         path.removeprefix(root).lstrip("/"): str(facts)
         for path, facts in store.find(root, detail=True).items()
-        if not path.endswith("/")  # an object that stands for a folder
     }
     if not present:
         raise FileNotFoundError("it holds no files")
@@ -107,7 +107,14 @@ def _fetch_files(
         store.get([f"{root.rstrip('/')}/{name}" for name in changed], [*map(str, paths)])
         shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
     for name in before.keys() - present.keys():
-        (folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # an empty version would be the latest one
-            os.removedirs((folder / name).parent)
+        with contextlib.suppress(IsADirectoryError):  # an object that stood for a folder
+            (folder / name).unlink(missing_ok=True)
+    # With what loads have written there: a version without the model would be the latest one.
+    for gone in _folders(before) - _folders(present):
+        shutil.rmtree(folder / gone, ignore_errors=True)
     files.replace(record, json.dumps(present).encode())
+
+
+def _folders(names: Iterable[str]) -> set[Path]:
+    """Return the folders of files, and of objects that stand for one: their names end with "/"."""
+    return {parent for name in names for parent in Path(f"{name}_").parents}

@@ -1,12 +1,5 @@
 """The page: the state of the models, requests to try them, and buttons to load and unload them.
 
-GET  /                      the page itself, from the folder assets
-GET  /events                the state of all models, as server-sent events
-GET  /models/MODEL          the config of a model, and the report of its load
-GET  /openapi.json          the API of the models that serve
-POST /models/MODEL/infer    a request of the form, for Triton; so is /generate_stream
-POST /models/MODEL/load     with the admin key; so is /unload
-
 Only the page itself may POST. What Triton's --restrict closes needs the browser's admin key.
 """
 

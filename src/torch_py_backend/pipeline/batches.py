@@ -16,12 +16,7 @@ from torch_py_backend.pipeline.run import Counts, Entries, Extract, Fill
 from torch_py_backend.values import ANY_ROWS, Call, Columns, Item, Items, Rows, Value, to_column
 
 
-def row_counts(
-    config: ModelConfig,
-    accepted: Rows,
-    *,
-    fixed: bool,
-) -> Rows:
+def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
     """Return how many rows calls have; ConfigError if the artifact accepts none of the buckets.
 
     `fixed`: each row count is prepared separately, as with static shapes.

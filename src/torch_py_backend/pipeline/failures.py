@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from collections import deque
@@ -49,7 +50,7 @@ class Failures:
     Attributes:
         fatal: the error of every request once the process cannot use its device; else None.
         calls_before: `composition.calls` before the last call.
-        on_call: called before a failed batch is run again, and gets a time limit of its own.
+        on_call: called before each call, which has a time limit of its own.
         on_fatal: called with the cause in a few words when `fatal` is set.
 
     Args:
@@ -128,8 +129,12 @@ class Failures:
 
     def _may_repeat(self) -> bool:
         """Return whether items may be run again; they are unchanged, as a batch is a copy."""
-        before, self._buffers = self._buffers, self._versions()
-        return before == self._buffers if self._repeats is None else self._repeats
+        if self._repeats is not None:
+            return self._repeats
+        with contextlib.suppress(Exception):  # such as no memory to read them
+            before, self._buffers = self._buffers, self._versions()
+            return before == self._buffers
+        return False
 
     def classify(
         self,

@@ -37,7 +37,10 @@ _MISSING = np.empty(())
 
 
 class Kind(NamedTuple):
-    """How values, of `axes` dimensions, become a column, and the column an argument."""
+    """How values, of `axes` dimensions, become a column, and the column an argument.
+
+    Each of `keys` is equal for the values of one call.
+    """
 
     axes: int
     keys: Sequence[Key]

@@ -51,7 +51,7 @@ def from_arguments(
     # The keys of a dict that is the only argument are names of inputs.
     is_dict = signature.container_argument([]) is not None and {len(p) for p, _ in leaves} == {2}
     item: Item = {}
-    resized: dict[str, Tensor] = {}
+    resized: Item = {}
     for path, value in leaves:
         keys = [introspection.path_key(key) for key in path]
         is_key = is_dict and isinstance(keys[-1], str)
@@ -62,9 +62,7 @@ def from_arguments(
                 expected="a tensor",
                 cure="Leave it out if it has a default.",
             )
-        item[name] = resized[name] = value
-        for dim in _dynamic_dims(dynamic_shapes, keys):
-            resized[name] = resized[name].narrow(dim, 0, 0)
+        item[name], resized[name] = value, _resized(value, dynamic_shapes, keys)
 
     def run(item: Mapping[str, Value]) -> Item:
         # Copied, because forward() may change them in place.
@@ -85,7 +83,9 @@ def from_arguments(
     return Example(item, {"input": entries, "max_batch_size": max_batch_size}, tree, outputs)
 
 
-def from_requests(example_inputs: object, max_batch_size: int | None) -> Example:
+def from_requests(
+    example_inputs: object, max_batch_size: int | None, dynamic_shapes: Any
+) -> Example:
     """Return the example of a module with hooks, whose inputs are those of a request."""
     if not isinstance(example_inputs, Mapping) or not example_inputs:
         raise SaveError(
@@ -101,7 +101,10 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
     }
     if max_batch_size is None:
         max_batch_size = _default_size(item)
-    entries = schema.entries(item, batched=max_batch_size > 0)
+    if isinstance(dynamic_shapes, Sequence):
+        dynamic_shapes = dict(zip(item, dynamic_shapes, strict=False))
+    resized = {name: _resized(value, dynamic_shapes, [name]) for name, value in item.items()}
+    entries = schema.entries(item, resized, batched=max_batch_size > 0)
     return Example(item, {"input": entries, "max_batch_size": max_batch_size})
 
 
@@ -109,10 +112,13 @@ def _default_size(item: Item) -> int:
     return max(schema.DEFAULT_BATCH_SIZE, *next(iter(item.values())).shape[:1])
 
 
-def _dynamic_dims(shapes: Any, keys: Sequence[int | str]) -> set[int]:
-    """Return the dimensions of one tensor that `dynamic_shapes` does not fix."""
+def _resized(value: Value, shapes: Any, keys: Sequence[int | str]) -> Value:
+    """Return an input without values in the dimensions that `dynamic_shapes` does not fix."""
     for key in keys:
         shapes = shapes.get(key) if isinstance(shapes, Mapping) else shapes and shapes[key]
     sizes = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
     fixed = (None, torch.export.Dim.STATIC)
-    return {dim for dim, size in sizes if size not in fixed and type(size) is not int}
+    for dim, size in sizes:
+        if size not in fixed and type(size) is not int:
+            value = value[(slice(None),) * dim + (slice(0),)]
+    return value

@@ -143,7 +143,7 @@ def write_program(
         tensors = [torch.cat([tensor, tensor]) for tensor in tensors]
     options = {}
     if rows and shapes is None:
-        batch = {0: torch.export.Dim("batch", min=1, max=_MOST_ROWS)}
+        batch = {0: torch.export.Dim("batch", min=1, max=max(rows, _MOST_ROWS))}
         shapes = pytree.tree_unflatten([batch] * len(tensors), example.arguments)
         # By default a package takes 2 rows. Without this check, its answer has to be compared.
         options["aot_inductor.check_lowerbound"] = False

@@ -96,7 +96,7 @@ def save_model(
         with _evaluating(module), torch.no_grad(), new_folder as folder:
             if own is not None:
                 inputs = request if example_inputs is None else example_inputs
-                example = examples.from_requests(inputs, max_batch_size)
+                example = examples.from_requests(inputs, max_batch_size, dynamic_shapes)
             else:
                 example = examples.from_arguments(
                     module, example_inputs, max_batch_size, dynamic_shapes

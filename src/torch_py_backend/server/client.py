@@ -152,12 +152,7 @@ class TritonClient:
         """Begin to unload a model; its instances end soon after."""
         return self._begin("RepositoryModelUnload", model, _UNLOAD_S)
 
-    def _begin(
-        self,
-        method: str,
-        model: str,
-        seconds: float,
-    ) -> grpc.Future:
+    def _begin(self, method: str, model: str, seconds: float) -> grpc.Future:
         # The name of a folder need not be UTF-8.
         name = model.encode(errors="replace").decode()
         request = getattr(service_pb2, f"{method}Request")(model_name=name)

@@ -38,11 +38,7 @@ class InstanceMonitor:
     The time limit for loading an instance holds for loads through Triton's API, too.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        load_seconds: float = math.inf,
-    ) -> None:
+    def __init__(self, folder: Path, load_seconds: float = math.inf) -> None:
         self._folder, self._load_seconds = folder, load_seconds
         self._instances: dict[Path, _Instance] = {}
 

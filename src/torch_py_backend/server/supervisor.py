@@ -142,7 +142,7 @@ class Supervisor:
             self._begin_load(model)
 
     def reload(self, name: str, why: str = "") -> bool:
-        """Begin to load a model that changed; False: another load is in progress, or due.
+        """Begin to load a model that changed; False: another load is in progress.
 
         The old one serves until the new one is loaded.
         """

@@ -80,7 +80,10 @@ class Server:
             raise ToolError("the admin key has characters that no header holds; expected ASCII.")
         self.repository = self.repository.absolute()
         if ":" not in self.address:  # Triton takes no name
-            self.address = socket.gethostbyname(self.address)
+            try:
+                self.address = socket.gethostbyname(self.address)
+            except (OSError, UnicodeError) as error:
+                raise ToolError(f"--address is '{self.address}': {error}.") from None
         self.ports = choose_ports(self.address, self.ports)
         host = _WILDCARDS.get(self.address, self.address)
         host = f"[{host}]" if ":" in host else host  # as in a URL

@@ -75,10 +75,7 @@ def _leaves(
     name: str = "",
     path: Keys = (),
 ) -> Iterator[tuple[str, Keys]]:
-    """Yield the name and the keys of each leaf in the result's order.
-
-    A part of the result itself is named after its key or field. A list of strings is one leaf.
-    """
+    """Yield the name and the keys of each leaf in order; a list of strings is one leaf."""
     parts = _parts(value)
     if parts is None:
         yield name, path
