@@ -26,7 +26,7 @@ define INSTALL
 	@echo "Installing into $(VENV) with $$($(PYTHON) --version), which takes some minutes ..."
 	$(PYTHON) -m venv $(VENV)
 	@if [ -n "$(TORCH_INDEX)" ] && ! command -v nvidia-smi > /dev/null && ! [ -e /dev/nvidiactl ] && \
-		! $(BIN)/python -m pip config list | grep -q index; then \
+		! $(BIN)/python -m pip config list | grep index > /dev/null; then \
 		echo "No GPU: installing a CPU build of torch. PIP_ARGS=\"--index-url https://pypi.org/simple\" chooses the default one."; \
 		$(BIN)/python -m pip install --retries 1 --no-deps --index-url $(TORCH_INDEX) --constraint constraints.txt torch || \
 			echo "No torch from $(TORCH_INDEX): installing the default build."; \
