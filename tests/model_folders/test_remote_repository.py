@@ -46,7 +46,7 @@ def test_changes(store: Any, tmp_path: Path) -> None:
     store.rm("/bucket/models/b/1/model.py")
     remote_repository.local(_URL, tmp_path / "cache", lines.append)
     assert [path.name for path in folder.iterdir()] == ["a"]
-    assert lines == [f"fetching {count} files from {_URL}" for count in (3, 2)]
+    assert lines == [f"fetching {count} files from {_URL}" for count in (2, 2)]
 
 
 def _gone(store: Any, _: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwr
 from scenarios import Scenario, config, text, x_to_y
 from supervised import Supervised
 
+expect.set_options(timeout=60_000)
 _CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.server,

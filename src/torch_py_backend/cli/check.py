@@ -34,7 +34,7 @@ def check(
     ] = False,
 ) -> None:
     """Try models without a server: signature, bindings, options, problems and their cure."""
-    folders = repository.models(path.absolute())
+    folders = repository.models(path.resolve() if ".." in path.parts else path.absolute())
     problems = list(machine_problems())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")

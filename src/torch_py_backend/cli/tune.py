@@ -20,7 +20,7 @@ def tune(
     ] = False,
 ) -> None:
     """Measure ways to run a model; print the options of the fastest one for config.pbtxt."""
-    folder = model.absolute()
+    folder = model.resolve() if ".." in model.parts else model.absolute()
     with about(folder.name):
         document = pbtxt.read(folder)
         version = repository.latest(folder, document)

@@ -43,7 +43,10 @@ def versions(folder: Path) -> list[str]:
     return sorted((name for name in names if int(name) > 0), key=int)
 
 
-def latest(folder: Path, document: Document) -> str:
+def latest(
+    folder: Path,
+    document: Document,
+) -> str:
     """Return the newest version of a model that its config serves; raise ConfigError for none."""
     served = document.get("version_policy", {}).get("specific", {}).get("versions", ())
     numbers = [number for number in versions(folder) if not served or number in served]

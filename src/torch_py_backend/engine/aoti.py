@@ -46,8 +46,6 @@ _CURE = (
 )
 # Of the file with the constants that no weight of the module is.
 _KEPT = ".safetensors"
-# Of files that a model's code reads, none that it may write.
-_READ = (".py", ".json", ".yaml", ".yml", ".toml", ".txt", ".safetensors")
 _WITHOUT_WEIGHTS = {
     "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,
@@ -106,8 +104,8 @@ class Packaged:
         self._takes_leaves = self._tree == flat
         self._sizes: list[list[int]] = json.loads(metadata["sizes"])
         # What torch.export assumes of sizes, such as an even one: a package checks limits only.
-        names = dict(symbolic_shapes.SYMPY_INTERP)
-        self._fits = eval(f"lambda L: {metadata['guards']}", names)  # noqa: S307  as the package
+        log.info("the compiled package takes sizes that fulfill: %s.", metadata["guards"])
+        self._fits = eval(f"lambda L: {metadata['guards']}", dict(symbolic_shapes.SYMPY_INTERP))  # noqa: S307
         self.refusal = ""
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
@@ -119,23 +117,18 @@ class Packaged:
         if any(leaf is None for leaf in leaves):  # likewise
             return self._module(*args, **kwargs)
         is_small = any(leaves[leaf].shape[dim] < least for leaf, dim, least in self._sizes)
-        if is_small:
+        if is_small or not self._fits({"leaves": leaves}):
             return self._module(*args, **kwargs)
-        reason = "torch.export has assumed other sizes"
-        if self._fits({"leaves": leaves}):
-            try:
-                outputs = self._package.run(list(leaves))
-            except RuntimeError as error:
-                if not aotinductor.REFUSED.search(str(error)):
-                    raise
-                reason = summarize(error)
-            else:
-                result = self._result
-                return outputs[0] if result is None else pytree.tree_unflatten(outputs, result)
-        if not self.refusal:
-            self.refusal = reason
-            log.warning("the compiled package refuses a call, which runs eagerly: %s", reason)
-        return self._module(*args, **kwargs)
+        try:
+            outputs = self._package.run(list(leaves))
+        except RuntimeError as error:
+            if not aotinductor.REFUSED.search(str(error)):
+                raise
+            if not self.refusal:
+                self.refusal = summarize(error)
+                log.warning("the compiled package refuses a call, which runs eagerly: %s", error)
+            return self._module(*args, **kwargs)
+        return outputs[0] if self._result is None else pytree.tree_unflatten(outputs, self._result)
 
 
 def _named(loaded: Loaded) -> dict[str, Tensor]:
@@ -182,7 +175,8 @@ def _key(config: ModelConfig, loaded: Loaded, device: torch.device) -> str:
     parts.append(getattr(sys.modules.get(package), "__version__", ""))
     digest = hashlib.sha256(repr(parts).encode())
     read = {*config.version_folder.rglob("*"), config.folder / "config.json"}
-    paths = [path for path in read if path.suffix in _READ and path.is_file()]
+    # All that its code may read. A model that writes files there is built again at each load.
+    paths = [path for path in read if path.is_file() and path.suffix != ".pyc"]
     for path in sorted({*paths, *loaded.artifact.weight_files()}):
         with path.open("rb") as file:
             while block := file.read(1 << 20):

@@ -171,10 +171,7 @@ class Engine:
     def close(self) -> None:
         """Release weights that are shared with other processes, and files. May be called twice."""
         self.loaded.close()
-        if "loop" in vars(self) and not self.loop.is_running() and not self.loop.is_closed():
-            for task in asyncio.all_tasks(self.loop):  # which the warm-up has left
-                task.cancel()
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        if "loop" in vars(self) and not self.loop.is_running():
             self.loop.close()
         if self._shared is not None:
             self._shared.close()

@@ -141,4 +141,7 @@ def load_warm(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:
     if settings.options.warmup is not False:
         with runtime.mode(settings.options):
             warmup.run(engine, row_counts=row_counts)
+    else:
+        with engine.preparing():  # nothing is compiled, as on a server
+            pass
     return engine

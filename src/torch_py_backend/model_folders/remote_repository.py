@@ -89,6 +89,7 @@ def _fetch_files(
     present = {
         path.removeprefix(root).lstrip("/"): str(facts)
         for path, facts in store.find(root, detail=True).items()
+        if not path.endswith("/")  # an object that stands for a folder
     }
     if not present:
         raise FileNotFoundError("it holds no files")
@@ -107,14 +108,16 @@ def _fetch_files(
         store.get([f"{root.rstrip('/')}/{name}" for name in changed], [*map(str, paths)])
         shutil.copytree(scratch, folder, copy_function=os.replace, dirs_exist_ok=True)
     for name in before.keys() - present.keys():
-        with contextlib.suppress(IsADirectoryError):  # an object that stood for a folder
+        with contextlib.suppress(IsADirectoryError):  # as above, of an earlier version
             (folder / name).unlink(missing_ok=True)
     # With what loads have written there: a version without the model would be the latest one.
     for gone in _folders(before) - _folders(present):
-        shutil.rmtree(folder / gone, ignore_errors=True)
+        if ".." not in gone.parts:
+            shutil.rmtree(folder / gone, ignore_errors=True)
     files.replace(record, json.dumps(present).encode())
 
 
-def _folders(names: Iterable[str]) -> set[Path]:
-    """Return the folders of files, and of objects that stand for one: their names end with "/"."""
-    return {parent for name in names for parent in Path(f"{name}_").parents}
+def _folders(
+    names: Iterable[str],
+) -> set[Path]:
+    return {parent for name in names for parent in Path(name).parents}

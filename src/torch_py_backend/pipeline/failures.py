@@ -241,7 +241,7 @@ def release(error: BaseException) -> None:
 
 def _chain(error: BaseException) -> list[BaseException]:
     """Return the exception and its causes, or contexts; those of a cycle once."""
-    links: list[BaseException] = []
+    links = []
     link: BaseException | None = error
     while link is not None and link not in links:
         links.append(link)

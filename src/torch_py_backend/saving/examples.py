@@ -119,6 +119,6 @@ def _resized(value: Value, shapes: Any, keys: Sequence[int | str]) -> Value:
     sizes = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
     fixed = (None, torch.export.Dim.STATIC)
     for dim, size in sizes:
-        if size not in fixed and type(size) is not int:
-            value = value[(slice(None),) * dim + (slice(0),)]
+        if size not in fixed and type(size) is not int and dim < value.ndim:
+            value = value[(slice(None),) * (dim % value.ndim) + (slice(0),)]
     return value
