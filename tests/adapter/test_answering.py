@@ -236,7 +236,7 @@ class Loaded(Served):
         text = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters, more=more)
         super().__init__(folder, Scenario("sums", scenarios.python(definition), text))
 
-    def step(self, value: float, flags: str = "", id: Any = 7, **how: Any) -> Any:  # noqa: A002  Triton's name
+    def step(self, value: float, flags: str = "", id: Any = 7, **how: Any) -> Any:  # noqa: A002
         row = np.full((1, 4), value, dtype=np.float32)
         return self.request({"x": row}, turn=Turn(id, "s" in flags, "e" in flags), **how)
 

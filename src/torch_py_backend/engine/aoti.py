@@ -85,7 +85,7 @@ class Packaged:
         loaded: Loaded,
         device: torch.device,
     ) -> None:
-        from torch.fx.experimental import symbolic_shapes  # noqa: PLC0415  slow to import
+        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # noqa: PLC0415  slow
 
         package, result, self.close = aotinductor.open_package(path, device)
         with safetensors.safe_open(path.with_suffix(_KEPT), "pt", str(device)) as kept:
@@ -103,9 +103,9 @@ class Packaged:
         flat = pytree.tree_structure(((0,) * self._tree.num_leaves, {}))
         self._takes_leaves = self._tree == flat
         self._sizes: list[list[int]] = json.loads(metadata["sizes"])
-        # What torch.export assumes of sizes, such as an even one: a package checks limits only.
+        # torch.export's assumptions on sizes, which a package does not check. Code, as itself is.
         log.info("the compiled package takes sizes that fulfill: %s.", metadata["guards"])
-        self._fits = eval(f"lambda L: {metadata['guards']}", dict(symbolic_shapes.SYMPY_INTERP))  # noqa: S307
+        self._fits = eval(f"lambda L: {metadata['guards']}", dict(SYMPY_INTERP))  # noqa: S307
         self.refusal = ""
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:

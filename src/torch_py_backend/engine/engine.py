@@ -88,7 +88,7 @@ class Engine:
         # Not memory that the model writes, such as numpy's memmap.
         paths = {line.split(maxsplit=5)[-1] for line in maps if " rw-s " not in line}
         known = {*config.version_folder.rglob("*"), *loaded.artifact.weight_files()}
-        mapped = {path for path in map(Path.resolve, known) if str(path) in paths}
+        mapped = {Path(path) for path in map(os.path.realpath, known) if path in paths}
         self._mapped_files = {path: path.stat() for path in mapped if path.suffix != ".so"}
         self._looks_at = 0.0
         self.counts = Counts()

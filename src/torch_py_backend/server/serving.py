@@ -221,7 +221,7 @@ class Reloader:
                     folders[:] = [name for name in folders if name not in _IGNORED]
                     for name in names:
                         path = Path(parent, name)
-                        if not name.startswith(".") and path.exists():  # of an editor; a link
+                        if not name.startswith(".") and path.exists():  # an editor's; a broken link
                             files.add((path, path.stat().st_mtime_ns))
                 if not self.names or model.name in self.names:
                     polled[model.name] = files
